@@ -1,18 +1,22 @@
 """Sabotages the heads in the package, one mistake to a copy, and asks the doctor what is wrong.
 
 A copy has one mistake that a person could make in config.json or in converting the tensors. The
-texts are those of `trtspec doctor`, written once. The last line counts the copies whose mistake was
-named; exit code 1 if they are fewer than nine in ten, or if a good head is blamed.
+texts are those of `trtspec doctor`, written once; for the DSpark head they are fewer and shorter (8
+of 48 tokens at most), since an examination of it takes minutes. The last line counts the copies
+whose mistake was named; exit code 1 if they are fewer than nine in ten, or if a good head is
+blamed.
 
 Left out: an MTP layer fed the hidden state before the norm (no file says so; it is an argument of
 MTPDecodingConfig), and weights in another dtype (none is above 4, so float16 holds them all).
 
-    python benchmarks/doctor_sabotage.py [--prompts 16] [--max-tokens 64] [--only NAME]
+    python benchmarks/doctor_sabotage.py [--prompts 16] [--max-tokens 64]
+        [--heads eagle3,mtp,dspark] [--only NAME]
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shutil
 import sys
@@ -38,6 +42,8 @@ from trtspec.train.records import Sequences
 
 MODEL = "smollm2-135m"
 SHARE_TO_NAME = 0.9
+HEADS = {"eagle3": "eagle", "mtp": "mtp", "dspark": "dspark"}  # -> `diagnose`'s kind
+DSPARK_PROMPTS, DSPARK_TOKENS = 8, 48
 Config, Tensors = dict[str, Any], dict[str, Tensor]
 
 
@@ -45,7 +51,7 @@ Config, Tensors = dict[str, Any], dict[str, Tensor]
 class Sabotage:
     """One mistake."""
 
-    head: str  # "eagle3" or "mtp"
+    head: str  # a key of HEADS
     name: str
     named: str  # what the verdict must hold
     change: Callable[[Config, Tensors], None]
@@ -97,6 +103,55 @@ def _swap_halves(*names: str) -> Callable[[Config, Tensors], None]:
     return change
 
 
+def _rotate_neighbours(config: Config, tensors: Tensors) -> None:
+    """Rows as Meta's checkpoints and GGUF files have them."""
+    half = config["head_dim"] // 2
+    for key in [key for key in tensors if key.endswith(("q_proj.weight", "k_proj.weight"))]:
+        heads = tensors[key].unflatten(0, (-1, 2, half))
+        tensors[key] = heads.transpose(1, 2).flatten(0, 2)
+
+
+def _dflash(**fields: object) -> Callable[[Config, Tensors], None]:
+    return lambda config, tensors: config["dflash_config"].update(fields)
+
+
+def _shift_dflash_layers(by: int) -> Callable[[Config, Tensors], None]:
+    def change(config: Config, tensors: Tensors) -> None:
+        nested = config["dflash_config"]
+        nested["target_layer_ids"] = [i + by for i in nested["target_layer_ids"]]
+
+    return change
+
+
+def _reverse_dflash_layers(config: Config, tensors: Tensors) -> None:
+    config["dflash_config"]["target_layer_ids"].reverse()
+
+
+def _swap_last_layers(config: Config, tensors: Tensors) -> None:
+    layers = config["dflash_config"]["target_layer_ids"]
+    layers[-2:] = layers[-1], layers[-2]
+
+
+def _norms_around_0(config: Config, tensors: Tensors) -> None:
+    for key in [key for key in tensors if "norm" in key]:
+        tensors[key] = tensors[key] - 1
+
+
+def _lose_qk_norms(config: Config, tensors: Tensors) -> None:
+    for key in [key for key in tensors if "q_norm" in key or "k_norm" in key]:
+        tensors[key] = torch.ones_like(tensors[key])
+
+
+def _swap_markov(config: Config, tensors: Tensors) -> None:
+    one, other = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+def _window(config: Config, tensors: Tensors) -> None:
+    layers = ["sliding_attention"] * config["num_hidden_layers"]
+    config.update(layer_types=layers, sliding_window=16, use_sliding_window=True)
+
+
 def _count_the_mtp_layer(config: Config, tensors: Tensors) -> None:
     config["num_hidden_layers"] += 1
 
@@ -129,6 +184,34 @@ SABOTAGES = [
     Sabotage(
         "mtp", "num_hidden_layers counts the layer", "not numbered from 31", _count_the_mtp_layer
     ),
+    Sabotage(
+        "eagle3",
+        "q, k rows of neighbours",
+        "for a RoPE that rotates neighbours",
+        _rotate_neighbours,
+    ),
+    Sabotage(
+        "mtp", "q, k rows of neighbours", "for a RoPE that rotates neighbours", _rotate_neighbours
+    ),
+    Sabotage("dspark", "layer ids one too high", "one too late", _shift_dflash_layers(1)),
+    Sabotage("dspark", "layer ids one too low", "one too early", _shift_dflash_layers(-1)),
+    Sabotage("dspark", "last two layer ids swapped", "in each other's place", _swap_last_layers),
+    Sabotage("dspark", "mask token 0", "the mask token should be", _dflash(mask_token_id=0)),
+    Sabotage("dspark", "is_causal true", "see each other both ways", _set("is_causal", True)),
+    Sabotage("dspark", "rope_theta 10000", "rope_theta should be the target's", _rope_theta),
+    Sabotage("dspark", "block_size 16", "trained with 8 drafts a block", _set("block_size", 16)),
+    Sabotage("dspark", "q, k norms all 1", "q_norm and k_norm are lost", _lose_qk_norms),
+    Sabotage(
+        "dspark",
+        "q, k rows of neighbours",
+        "for a RoPE that rotates neighbours",
+        _rotate_neighbours,
+    ),
+    Sabotage("dspark", "sliding windows of 16", "should have no window", _window),
+    Sabotage("dspark", "w1 and w2 of the bias swapped", "bias is transposed", _swap_markov),
+    Sabotage("dspark", "norms minus 1", "norms are written around 0", _norms_around_0),
+    Sabotage("dspark", "layer ids in reverse order", "in reverse order", _reverse_dflash_layers),
+    Sabotage("dspark", "block_size 4", "trained with 8 drafts a block", _set("block_size", 4)),
 ]
 
 
@@ -150,6 +233,7 @@ class Clinic:
         self.target: Decoder = load_decoder(
             model_dir, torch.float32, device, TorchAttention(), pack=False
         )
+        self.tokenizer = llm.tokenizer
         self.texts: Sequences = texts_of(
             [output.prompt_token_ids for output in outputs],
             [output.outputs[0].token_ids for output in outputs],
@@ -157,14 +241,16 @@ class Clinic:
         )
 
     def examine(self, head: str, sabotage: Sabotage | None = None) -> Diagnosis:
-        """A head of the package, or a copy of it with a mistake. head: "eagle3" or "mtp"."""
-        kind = "mtp" if head == "mtp" else "eagle"
+        """A head of the package, or a copy of it with a mistake. head: a key of HEADS."""
         source = resolve_head(f"{MODEL}-{head}")
         if sabotage is None:
-            return diagnose(self.target, source, kind, self.texts)
+            return self._diagnose(source, head)
         with tempfile.TemporaryDirectory() as name:
             sabotaged_copy(source, Path(name), sabotage)
-            return diagnose(self.target, Path(name), kind, self.texts)
+            return self._diagnose(Path(name), head)
+
+    def _diagnose(self, directory: Path, head: str) -> Diagnosis:
+        return diagnose(self.target, directory, HEADS[head], self.texts, tokenizer=self.tokenizer)
 
 
 def sabotaged_copy(source: Path, out: Path, sabotage: Sabotage) -> None:
@@ -192,36 +278,53 @@ def _row(head: str, name: str, diagnosis: Diagnosis, is_right: bool, started: fl
     said = " and ".join(finding.name for finding in diagnosis.changes) or diagnosis.verdict
     if not diagnosis.changes and diagnosis.is_well:
         said = "nothing"
+    elif not diagnosis.changes and diagnosis.likely is not None:
+        said = f"likely: {diagnosis.likely.name}"
     mark = "right" if is_right else "WRONG"
     seconds = time.perf_counter() - started
     return f"{head:6} {name:36} {length:>5}  {mark}  {seconds:4.0f} s  {said}"
+
+
+@functools.cache
+def _clinic_of(num_prompts: int, max_tokens: int) -> Clinic:
+    """Clinics of one size are the same one: its texts take a while."""
+    started = time.perf_counter()
+    clinic = Clinic(num_prompts, max_tokens)
+    judged, seconds = int(clinic.texts.loss_mask.sum()), time.perf_counter() - started
+    print(f"{judged} tokens of {MODEL} in {seconds:.0f} s")
+    print(f"{'head':6} {'mistake':36} {'length':>5} {'':7} {'':6}   what the doctor named")
+    return clinic
+
+
+def _clinic(head: str, num_prompts: int, max_tokens: int) -> Clinic:
+    if head == "dspark":
+        return _clinic_of(min(num_prompts, DSPARK_PROMPTS), min(max_tokens, DSPARK_TOKENS))
+    return _clinic_of(num_prompts, max_tokens)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--heads", default=",".join(HEADS))
     parser.add_argument("--only", default="", help="mistakes whose name holds this")
     args = parser.parse_args()
 
     began = time.perf_counter()
-    clinic = Clinic(args.prompts, args.max_tokens)
-    judged = int(clinic.texts.loss_mask.sum())
-    print(f"{judged} tokens of {MODEL} in {time.perf_counter() - began:.0f} s")
-    print(f"{'head':6} {'mistake':36} {'length':>5} {'':7} {'':6}   what the doctor named")
     silent, named = [], []
-    for head in ("eagle3", "mtp"):
+    for head in args.heads.split(","):
+        clinic = _clinic(head, args.prompts, args.max_tokens)
         started = time.perf_counter()
         diagnosis = clinic.examine(head)
         silent.append(is_silent(diagnosis))
         print(_row(head, "(none)", diagnosis, silent[-1], started), flush=True)
-    for sabotage in SABOTAGES:
-        if args.only not in sabotage.name:
-            continue
-        started = time.perf_counter()
-        diagnosis = clinic.examine(sabotage.head, sabotage)
-        named.append(is_named(diagnosis, sabotage))
-        print(_row(sabotage.head, sabotage.name, diagnosis, named[-1], started), flush=True)
+        for sabotage in SABOTAGES:
+            if sabotage.head != head or args.only not in sabotage.name:
+                continue
+            started = time.perf_counter()
+            diagnosis = clinic.examine(head, sabotage)
+            named.append(is_named(diagnosis, sabotage))
+            print(_row(head, sabotage.name, diagnosis, named[-1], started), flush=True)
     seconds = time.perf_counter() - began
     print(
         f"{sum(named)} of {len(named)} mistakes named, {sum(silent)} of {len(silent)} good heads "
