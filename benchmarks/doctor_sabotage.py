@@ -264,7 +264,7 @@ def sabotaged_copy(source: Path, out: Path, sabotage: Sabotage) -> None:
 
 
 def is_named(diagnosis: Diagnosis, sabotage: Sabotage) -> bool:
-    """That mistake, and no other beside it."""
+    """That mistake, and no other beside it; one that is called likely counts, too."""
     return sabotage.named in diagnosis.verdict and len(diagnosis.changes) <= 1
 
 
