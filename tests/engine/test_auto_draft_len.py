@@ -37,7 +37,7 @@ from trtspec.executor.graphs import CudaGraphs, GraphKey, GraphMemoryError
 from trtspec.executor.request import ScheduledBatch, StepPlan
 from trtspec.executor.results import Outcomes
 from trtspec.executor.running_acceptance import RunningAcceptance, load_rates, save_rates
-from trtspec.executor.step_costs import StepCosts, StepShape
+from trtspec.executor.step_costs import StepCosts, StepSeconds, StepShape
 
 K, HEAD = 6, "smollm2-135m-eagle3"
 GREEDY = StepShape(1, all_greedy=True)
@@ -82,7 +82,7 @@ class Engine:
         self.rng, self.lengths = random.Random(0), Counter[int]()
         self.in_flight: list[tuple[Any, float, list[tuple[int, int]]]] = []
         self.device_is_free = 0.0
-        self.asked = 0
+        self.asked = self.context = 0
 
     def run(
         self,
@@ -102,7 +102,8 @@ class Engine:
 
     def _step(self, size: int, rates: Sequence[float], temperature: float, has_prompt: bool) -> int:
         params = SamplingParams(temperature=temperature)
-        requests = [SimpleNamespace(sampling_params=params, steps=None)] * size
+        one = SimpleNamespace(sampling_params=params, steps=None, num_tokens=self.context)
+        requests = [one] * size
         batch: Any = SimpleNamespace(
             generations=requests,
             requests=requests,
@@ -241,7 +242,7 @@ def test_the_length_stays_while_requests_come_and_go(
     costs = StepCosts()
     for size in (8, 64):
         for k in range(K + 1):
-            costs.set(StepShape(size, all_greedy=True), k, seconds(size, k))
+            costs.set(StepShape(size, all_greedy=True), k, StepSeconds(seconds(size, k)))
     engine = Engine(monkeypatch, seconds, costs, launches=Launches())
     asked, lengths_for = [], AutoDraftLen._lengths_for
 
@@ -272,7 +273,7 @@ def test_a_burst_of_the_host_hides_no_device(monkeypatch: pytest.MonkeyPatch) ->
     """In most steps it waits for the device: there a longer draft costs what the device takes."""
     costs, shape = StepCosts(), StepShape(64, all_greedy=False)
     for k, seconds in enumerate((0.7e-3, 1.0e-3, 1.2e-3)):
-        costs.set(shape, k, seconds)
+        costs.set(shape, k, StepSeconds(seconds))
     for number in range(64):
         host = 6e-3 if number % 8 == 0 else 0.5e-3
         costs.add(shape, 1, max(host, 1e-3), waited=max(0.0, 1e-3 - host))
@@ -331,7 +332,7 @@ def test_known_times_need_no_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def known_costs(size: int = 1) -> StepCosts:
     costs = StepCosts()
     for k in range(K + 1):
-        costs.set(StepShape(size, all_greedy=True), k, of_gpu(size, k))
+        costs.set(StepShape(size, all_greedy=True), k, StepSeconds(of_gpu(size, k)))
     return costs
 
 
@@ -424,7 +425,7 @@ def test_by_default_it_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert auto.chosen == 0 and auto.may_rest()
 
     def request(steps: Any = None, **params: Any) -> Any:
-        return SimpleNamespace(sampling_params=SamplingParams(**params), steps=steps)
+        return SimpleNamespace(sampling_params=SamplingParams(**params), steps=steps, num_tokens=9)
 
     greedy, seeded = request(seed=3, temperature=0), request(seed=3, temperature=1.0)
     free = request(temperature=1.0)
@@ -662,9 +663,13 @@ def test_times_are_medians_then_follow() -> None:
         "{",
         "[[1, 2]]",
         "[1]",
-        '[["a", true, false, 1, 1.0]]',
-        "[[1, true, false, 0, -1.0]]",
-        "[[1e999, true, false, 0, 1.0]]",
+        "[[1, true, false, 0, 1.0]]",
+        '[["a", true, false, 1, 1.0, 0.0]]',
+        "[[1, true, false, 0, -1.0, 0.0]]",
+        "[[1, true, false, 0, 1.0, -1e-6]]",
+        "[[1, true, false, 0, 0.0, 0.0]]",
+        "[[1, true, false, 0, NaN, 0.0]]",
+        "[[1e999, true, false, 0, 1.0, 0.0]]",
     ],
 )
 def test_a_broken_file_is_ignored(
@@ -690,7 +695,7 @@ def test_two_engines_keep_each_others_times(tmp_path: Path) -> None:
 
 def test_a_slow_step_hardly_moves_a_known_time(tmp_path: Path) -> None:
     costs = StepCosts(tmp_path / "times.json")
-    costs.set(GREEDY, 0, 1.0)
+    costs.set(GREEDY, 0, StepSeconds(1.0))
     costs.save()
     again = StepCosts(tmp_path / "times.json")
     for one in (costs, again):
@@ -698,11 +703,53 @@ def test_a_slow_step_hardly_moves_a_known_time(tmp_path: Path) -> None:
         assert one.of(GREEDY, [0])[0] == pytest.approx(1.0, rel=0.02)
 
 
-def test_times_move_together() -> None:
-    """Contexts grow: what one length shows counts for the others."""
+def test_a_longer_context_adds_the_same_to_every_length(tmp_path: Path) -> None:
+    costs = StepCosts(tmp_path / "times.json")
+    costs.set(GREEDY, 0, StepSeconds.through((100, 1.0), (800, 1.7)))
+    costs.set(GREEDY, 2, StepSeconds.through((100, 2.0), (800, 2.7)))
+    assert costs.of(GREEDY, [0, 1, 2], 2900) == pytest.approx({0: 3.8, 1: 4.3, 2: 4.8})
+    larger = StepShape(8, all_greedy=True)
+    costs.add(larger, 0, 7.6, context=2900)
+    assert costs.of(larger, [2], 2900) == pytest.approx({2: 9.6})
+    for _ in range(300):  # a GPU that is half as fast is so behind any context
+        costs.add(GREEDY, 2, 2 * 4.8, context=2900)
+    assert costs.of(GREEDY, [0, 2], 100) == pytest.approx({0: 2.0, 2: 4.0}, rel=0.01)
+    costs.save()
+    again = StepCosts(tmp_path / "times.json")
+    assert again.of(GREEDY, [0, 2], 700) == costs.of(GREEDY, [0, 2], 700)
+
+
+def test_noise_makes_no_step_cheaper_behind_more() -> None:
+    assert StepSeconds.through((100, 1.1), (800, 1.0)).behind(9000) == pytest.approx(1.05)
+    assert StepSeconds.through((100, 1e-6), (800, 1.0)).behind(0) >= 0
+
+
+@pytest.mark.parametrize(("context", "best"), [(100, 0), (4000, 2)])
+def test_the_length_follows_the_context(
+    monkeypatch: pytest.MonkeyPatch, context: int, best: int
+) -> None:
+    """Times are known from other contexts. A length that is not used is not timed anew."""
+
+    def seconds(size: int, k: int) -> float:
+        return 1e-3 * (1 + 0.4 * k + 1e-3 * engine.context)
+
     costs = StepCosts()
-    costs.set(GREEDY, 0, 1.0)
-    costs.set(GREEDY, 2, 1.5)
+    for k in range(K + 1):
+        times = ((few, 1e-3 * (1 + 0.4 * k + 1e-3 * few)) for few in (128, 1024))
+        costs.set(GREEDY, k, StepSeconds.through(*times))
+    engine = Engine(monkeypatch, seconds, costs)
+    engine.context = context
+    engine.run(600, [0.3, 0.9, 0.1, *[0.0] * K])
+    engine.lengths.clear()
+    engine.run(400, [0.3, 0.9, 0.1, *[0.0] * K])
+    assert engine.lengths[best] > 360, engine.lengths
+
+
+def test_times_move_together() -> None:
+    """Another GPU's clock: what one length shows counts for the others."""
+    costs = StepCosts()
+    costs.set(GREEDY, 0, StepSeconds(1.0))
+    costs.set(GREEDY, 2, StepSeconds(1.5))
     for _ in range(300):
         costs.add(GREEDY, 2, 3.0)
     assert costs.of(GREEDY, [0, 2]) == pytest.approx({0: 2.0, 2: 3.0}, rel=0.01)
@@ -711,7 +758,7 @@ def test_times_move_together() -> None:
 def test_the_time_of_a_busy_host_is_no_time_of_the_device() -> None:
     costs = StepCosts()
     for k, seconds in ((0, 1.0), (1, 1.2), (3, 1.6)):
-        costs.set(GREEDY, k, seconds)
+        costs.set(GREEDY, k, StepSeconds(seconds))
     for _ in range(10):
         costs.add(GREEDY, 1, 1.5, waited=0.01)
     # Without drafts the host works less; with two it is still the slower one.
@@ -728,8 +775,8 @@ def test_the_time_of_a_busy_host_is_no_time_of_the_device() -> None:
 
 def test_what_the_host_takes_at_rest_says_what_it_takes_with_drafts() -> None:
     costs = StepCosts()
-    costs.set(GREEDY, 0, 1.0)
-    costs.set(GREEDY, 2, 1.1)
+    costs.set(GREEDY, 0, StepSeconds(1.0))
+    costs.set(GREEDY, 2, StepSeconds(1.1))
     for _ in range(10):
         costs.add(GREEDY, 0, 1.5, waited=0.0)
     assert costs.of(GREEDY, [0, 2]) == pytest.approx({0: 1.5, 2: 2.0})
@@ -873,9 +920,9 @@ def test_times_are_kept_for_the_next_engine(
     llm.shutdown()
     (path,) = (tmp_path / "cache" / "step_times").glob("*.json")
     rows = json.loads(path.read_text())
-    assert {tuple(shape) for *shape, _, _ in rows} == {(1, True, False)}
-    assert {length for *_, length, _ in rows} >= {0, 3}
-    assert all(0 < seconds < 10 for *_, seconds in rows)
+    assert {tuple(shape) for *shape, _, _, _ in rows} == {(1, True, False)}
+    assert {length for *_, length, _, _ in rows} >= {0, 3}
+    assert all(0 < fixed < 10 and per_token == 0 for *_, fixed, per_token in rows)
     again = LLM(target_dir, config, device="cpu", dtype="float32", max_seq_len=256)
     assert again.executor._draft_len.costs.is_known(GREEDY, 3)
     cache = KvCacheConfig(dtype="fp8")  # whose steps take another time

@@ -125,7 +125,9 @@ class AutoDraftLen(DraftLen):
         self._allowed = self.lengths  # those within the limits of this step
         self._shape: StepShape | None = None
         self._most = max_draft_len  # within the limits of this step
-        self._share_sampled = 0.0  # of this step's requests
+        # Of the requests, when they were last looked at: the share that is sampled, and the mean
+        # tokens of context.
+        self._share_sampled = self._context = 0.0
         self._rates_path, kept, self._saved = rates_path, load_rates(rates_path), 0.0
         self._acceptance = {
             is_greedy: RunningAcceptance(max_draft_len, kept.get(is_greedy, ()))
@@ -233,7 +235,8 @@ class AutoDraftLen(DraftLen):
         if self._timed == before:  # the first one may verify fewer than it proposes
             # With grammars, and without a step in flight, host and device wait for each other.
             apart = is_in_flight and not (self._runs_at_launch or shape.is_guided)
-            self.costs.add(shape, draft_len, seconds, steps[0].waited if apart else None)
+            waited = steps[0].waited if apart else None
+            self.costs.add(shape, draft_len, seconds, waited, self._context)
 
     # -- the choice ----------------------------------------------------------------------------
     def _choose(self, batch: ScheduledBatch, most: int) -> int:
@@ -263,7 +266,9 @@ class AutoDraftLen(DraftLen):
         is_fresh = known is not None and known.most == self._most and self._steps < known.until
         if known and is_fresh and not (is_due or self.launches.is_lost(shape, self.chosen)):
             return known
-        self._share_sampled = batch.num_sampled / len(batch.generations)
+        count = len(batch.generations)
+        self._share_sampled = batch.num_sampled / count
+        self._context = sum(request.num_tokens for request in batch.generations) / count
         allowed, sought = self._lengths_for(shape, batch)
         speeds = self._speeds(shape, allowed)
         until = self._steps + REST
@@ -297,7 +302,7 @@ class AutoDraftLen(DraftLen):
         if speed[sought] > BETTER * speed[fastest]:
             if self._owed.get(shape, 0.0) >= self.launches.price:
                 return tuple(sorted([*ready, sought])), sought
-            seconds = self.costs.of(shape, [fastest])[fastest]
+            seconds = self.costs.of(shape, [fastest], self._context)[fastest]
             self._loss = seconds * (1 - speed[fastest] / speed[sought])
         return tuple(ready), None
 
@@ -415,7 +420,7 @@ class AutoDraftLen(DraftLen):
         """Returns tokens per second and request."""
         kinds = ((True, 1 - self._share_sampled), (False, self._share_sampled))
         tokens = {kind: self._acceptance[kind].expected_tokens() for kind, _ in kinds}
-        seconds = self.costs.of(shape, lengths)
+        seconds = self.costs.of(shape, lengths, self._context)
         return {
             k: sum(share * tokens[kind][k] for kind, share in kinds) / seconds[k] for k in lengths
         }

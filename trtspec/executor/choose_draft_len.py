@@ -16,9 +16,10 @@ from .draft_len import DraftLen
 from .graphs import CudaGraphs
 from .request import ScheduledBatch
 from .runner import StepRunner
-from .step_costs import StepCosts, StepShape
+from .step_costs import StepCosts, StepSeconds, StepShape
 
-VERSION = 7  # of the steps: another one makes times of earlier releases unknown
+VERSION = 8  # of the steps: another one makes times of earlier releases unknown
+LONG, SHARE = 1024, 8  # tokens of context behind which a step is timed, and an eighth of them
 SECONDS_AT_START = 10.0  # of captures; what is left then waits, but for times that are needed
 
 
@@ -115,9 +116,20 @@ def _capture_lengths(
     for shape, draft_len in product(shapes, auto.lengths):
         is_there = graphs.prepare(size, draft_len, all_greedy=shape.all_greedy)
         if is_there and (shape, draft_len) in unknown:
-            seconds = graphs.replay_seconds(size, draft_len, all_greedy=shape.all_greedy)
-            assert seconds is not None
-            auto.costs.set(shape, draft_len, seconds)
+            auto.costs.set(shape, draft_len, _seconds(graphs, shape, draft_len))
+
+
+def _seconds(graphs: CudaGraphs, shape: StepShape, draft_len: int) -> StepSeconds:
+    """Times a step of a graph that is there, behind few tokens and behind more."""
+    long = min(LONG, graphs.max_seq_len // 2)
+    times = []
+    for context in (long // SHARE, long):
+        seconds = graphs.replay_seconds(
+            shape.size, draft_len, all_greedy=shape.all_greedy, context=context
+        )
+        assert seconds is not None
+        times.append((context, seconds))
+    return StepSeconds.through(*times)
 
 
 def _path(runner: StepRunner) -> Path:

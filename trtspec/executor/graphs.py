@@ -40,7 +40,6 @@ from .step_launch import StepLaunch
 logger = logging.getLogger(__name__)
 
 SECONDS_OF_CAPTURE = 0.05  # before any was timed
-TIMED_CONTEXT = 512  # tokens that the rows of a timed step attend to
 IN_A_ROW = 4  # steps that are timed together: so the host's launches are hidden, as in use
 
 
@@ -307,10 +306,10 @@ class CudaGraphs:
             self._is_there(_key_of_missed(size))
 
     def replay_seconds(
-        self, size: int, draft_len: int, *, all_greedy: bool, repeat: int = 3
+        self, size: int, draft_len: int, *, all_greedy: bool, context: int, repeat: int = 2
     ) -> float | None:
-        """Returns what a step takes that verifies and proposes K drafts, behind `TIMED_CONTEXT`
-        tokens or half of what a sequence holds.
+        """Returns the seconds of a step that verifies and proposes K drafts, behind `context`
+        tokens: the least of `repeat` times.
 
         All rows are inert, and each reads blocks of its own, as far as there are enough: keys of
         one block would all be in the L2 cache. So no request may have blocks, and none is cached.
@@ -320,8 +319,8 @@ class CudaGraphs:
         key = _key_at_start(draft_len, size, all_greedy)
         if not self._is_there(key):
             return None
-        page, past_len = self.kv_cache.page_size, min(TIMED_CONTEXT, self.max_seq_len // 2)
-        num_tokens = min(past_len + 2 * (draft_len + 1) + page, self.max_seq_len)
+        page = self.kv_cache.page_size
+        num_tokens = min(context + 2 * (draft_len + 1) + page, self.max_seq_len)
         tables = self.inputs.spread(size, num_tokens)
         past_lens = self.step.state.past_lens[-1:]  # the scratch slot's; a step clears it
         times = []
@@ -329,15 +328,15 @@ class CudaGraphs:
             torch.cuda.synchronize(self.device)
             began = time.perf_counter()
             for _ in range(IN_A_ROW):
-                past_lens.fill_(past_len)
+                past_lens.fill_(context)
                 self._replay_inert(key)
             torch.cuda.synchronize(self.device)
             times.append((time.perf_counter() - began) / IN_A_ROW)
-        first = max(0, past_len - page) // page  # of each row's blocks that were written to
+        first = max(0, context - page) // page  # of each row's blocks that were written to
         for group, table in enumerate(tables):
             self.kv_cache.zero(group, table[:, first:].flatten().tolist())
         self.inputs.clear()
-        return median(times)
+        return min(times)
 
     def send_again(self) -> None:
         """Makes the next step send everything, after an exception."""

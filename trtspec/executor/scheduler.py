@@ -353,12 +353,14 @@ class Scheduler:
     def _trim_all(self) -> None:
         """Takes back the blocks that generations turned out not to need, but for those that the
         next step would take again."""
+        capacity, page = self.kv_cache.capacity, self.kv_cache.page_size
         for request in self.running:
             if request.is_generation:
                 held = request.past_upper + self.extra_kv
                 if not request.ends_with_what_is_in_flight:
                     held = max(held, self.needed_tokens(request))
-                self.kv_cache.trim(request.request_id, held)
+                if held + page <= capacity[request.request_id]:  # mostly none is too many
+                    self.kv_cache.trim(request.request_id, held)
 
     # -- leaving -------------------------------------------------------------------------------
     def preempt(self, request: Request) -> None:

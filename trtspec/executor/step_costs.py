@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -31,27 +32,54 @@ class StepShape(NamedTuple):
     is_guided: bool = False
 
 
+class StepSeconds(NamedTuple):
+    """What a step takes: `fixed`, and `per_token` of context that a request has on average."""
+
+    fixed: float
+    per_token: float = 0.0
+
+    def behind(self, context: float) -> float:
+        """Returns the seconds of a step whose requests have `context` tokens on average."""
+        return self.fixed + self.per_token * context
+
+    @staticmethod
+    def through(short: tuple[int, float], long: tuple[int, float]) -> StepSeconds:
+        """Returns the line through two (tokens of context, seconds). A longer context takes no less
+        time: where it seems to, both times are noise around one."""
+        (few, least), (many, most) = short, long
+        if most <= least:
+            return StepSeconds((least + most) / 2)
+        slope = min((most - least) / (many - few), most / many)
+        return StepSeconds(most - slope * many, slope)
+
+
 @dataclass
 class _Cell:
     """A time as it runs: the median of the first few, then an average of the latest."""
 
-    seconds: float
+    seconds: StepSeconds
     first: list[float] = field(default_factory=list)
 
     @staticmethod
-    def known(seconds: float) -> _Cell:
-        return _Cell(seconds, [seconds] * FEW)
+    def known(seconds: StepSeconds) -> _Cell:
+        return _Cell(seconds, [seconds.fixed] * FEW)
 
     @property
     def is_settled(self) -> bool:
         return len(self.first) >= FEW
 
-    def add(self, seconds: float) -> None:
-        if self.is_settled:
-            self.seconds += WEIGHT * (min(seconds, MOST * self.seconds) - self.seconds)
-        else:
+    def add(self, seconds: float, context: float) -> float:
+        """Returns what the time was multiplied by, behind any context."""
+        if not self.is_settled:
             self.first.append(seconds)
-            self.seconds = median(self.first)
+            self.seconds = StepSeconds(median(self.first))
+            return 1.0
+        factor = 1 + WEIGHT * (min(seconds / self.seconds.behind(context), MOST) - 1)
+        self.scale(factor)
+        return factor
+
+    def scale(self, factor: float) -> None:
+        self.seconds = StepSeconds(factor * self.seconds.fixed, factor * self.seconds.per_token)
 
 
 class StepCosts:
@@ -59,6 +87,9 @@ class StepCosts:
 
     Under overlap a step takes as long as the device or the host needs, whichever is slower. Drafts
     make the device's part longer, and hardly the host's. So both are known apart.
+
+    A longer context takes all lengths about the same time more, so that drafts are relatively
+    cheaper there. Times that were measured at start know that, times of use alone do not.
 
     Args:
         path: JSON file to read and write; None keeps nothing.
@@ -73,17 +104,23 @@ class StepCosts:
         self._load()
 
     def add(
-        self, shape: StepShape, draft_len: int, seconds: float, waited: float | None = None
+        self,
+        shape: StepShape,
+        draft_len: int,
+        seconds: float,
+        waited: float | None = None,
+        context: float = 0.0,
     ) -> None:
         """Adds the time of one step.
 
-        What makes the device's steps longer or shorter does so with any length, such as contexts
-        that grow. So the shape's other times follow this one. Where the host hardly waited, the
-        time is the host's. The device's stay as they are, but a length without one takes it.
+        What makes the device's steps longer or shorter does so with any length. So the shape's
+        other times follow this one. Where the host hardly waited, the time is the host's. The
+        device's stay as they are, but a length without one takes it.
 
         Args:
             waited: the part of it that the host waited for the device. None: the whole is taken for
                 the device's.
+            context: tokens of context that a request had on average.
         """
         if waited is not None:
             host = (seconds - waited) / (1 if draft_len else HOST_AT_REST)
@@ -93,16 +130,14 @@ class StepCosts:
             if self._waits < FEW and self.is_known(shape, draft_len):
                 return
         cells = self._cells.setdefault(shape, {})
-        cell = cells.setdefault(draft_len, _Cell(seconds))
-        before, was_settled = cell.seconds, cell.is_settled
-        cell.add(seconds)
-        if was_settled:
-            for other in cells.values():
-                if other is not cell:
-                    other.seconds *= cell.seconds / before
+        cell = cells.setdefault(draft_len, _Cell(StepSeconds(seconds)))
+        factor = cell.add(seconds, context)
+        for other in cells.values():
+            if other is not cell:
+                other.scale(factor)
         self._is_saved = False
 
-    def set(self, shape: StepShape, draft_len: int, seconds: float) -> None:
+    def set(self, shape: StepShape, draft_len: int, seconds: StepSeconds) -> None:
         """Puts in a time that was measured well."""
         self._cells.setdefault(shape, {})[draft_len] = _Cell.known(seconds)
         self._is_saved = False
@@ -115,13 +150,16 @@ class StepCosts:
         cell = self._cells.get(shape, {}).get(draft_len)
         return cell is not None and cell.is_settled
 
-    def of(self, shape: StepShape, draft_lens: Sequence[int]) -> dict[int, float]:
-        """Returns the seconds of a step for each draft length.
+    def of(
+        self, shape: StepShape, draft_lens: Sequence[int], context: float = 0.0
+    ) -> dict[int, float]:
+        """Returns the seconds of a step for each draft length, behind `context` tokens.
 
         A length that was not measured with this shape is to the others as with the nearest shape.
         Without any, a draft is guessed to take a twentieth of a step.
         """
-        known, near = self._measured(shape), self._measured(self._nearest(shape))
+        known = self._measured(shape, context)
+        near = self._measured(self._nearest(shape), context)
         device = {k: known[k] if k in known else _scaled(known, near, k) for k in draft_lens}
         return {k: self._slower(shape, k, seconds) for k, seconds in device.items()}
 
@@ -137,9 +175,9 @@ class StepCosts:
         hosts = self._hosts.get(shape)
         return fmean([max(device, share * host) for host in hosts]) if hosts else device
 
-    def _measured(self, shape: StepShape | None) -> dict[int, float]:
+    def _measured(self, shape: StepShape | None, context: float) -> dict[int, float]:
         cells = {} if shape is None else self._cells.get(shape, {})
-        return {k: cell.seconds for k, cell in sorted(cells.items())}
+        return {k: cell.seconds.behind(context) for k, cell in sorted(cells.items())}
 
     def _nearest(self, shape: StepShape) -> StepShape | None:
         def distance(other: StepShape) -> tuple[int, int]:
@@ -162,7 +200,7 @@ class StepCosts:
         times = _read(self.path)
         for shape, cells in self._cells.items():
             times.setdefault(shape, {}).update({k: cell.seconds for k, cell in cells.items()})
-        rows = [[*shape, k, seconds] for shape, of in times.items() for k, seconds in of.items()]
+        rows = [[*shape, k, *seconds] for shape, of in times.items() for k, seconds in of.items()]
         try:
             replace_text(self.path, json.dumps(rows))
             self._is_saved = True
@@ -174,15 +212,18 @@ class StepCosts:
             self._cells[shape] = {k: _Cell.known(seconds) for k, seconds in times.items()}
 
 
-def _read(path: Path) -> dict[StepShape, dict[int, float]]:
+def _read(path: Path) -> dict[StepShape, dict[int, StepSeconds]]:
     """Returns a file's times; none where it is missing or broken."""
-    times: dict[StepShape, dict[int, float]] = {}
+    times: dict[StepShape, dict[int, StepSeconds]] = {}
     try:
-        for size, all_greedy, is_guided, draft_len, seconds in json.loads(path.read_text()):
-            if not 0 < float(seconds) < float("inf"):
-                raise ValueError(f"{seconds} seconds")
+        for size, all_greedy, is_guided, draft_len, fixed, per_token in json.loads(
+            path.read_text()
+        ):
+            seconds = StepSeconds(float(fixed), float(per_token))
+            if not (min(seconds) >= 0 and 0 < sum(seconds) < inf):
+                raise ValueError(f"{fixed} and {per_token} seconds")
             shape = StepShape(int(size), bool(all_greedy), bool(is_guided))
-            times.setdefault(shape, {})[int(draft_len)] = float(seconds)
+            times.setdefault(shape, {})[int(draft_len)] = seconds
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, ArithmeticError) as error:

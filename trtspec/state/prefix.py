@@ -140,17 +140,17 @@ class Donors:
 
         The last `ahead` shared tokens do not count: rows before them would have read others.
         """
-        if len(wanted) <= ahead:
-            return None
+        more = ahead + self._least  # tokens that a better one shares
         packed = array("i", wanted).tobytes()
-        siblings = self._of.get(parent + packed[:_TOKEN_BYTES])
-        if siblings is None:
-            return None
+        siblings = self._of.get(parent + packed[:_TOKEN_BYTES], OrderedDict())
         best: Donor | None = None
         for key, _ in zip(reversed(siblings), range(MAX_COMPARED), strict=False):
-            count = _num_shared(siblings[key], packed) - ahead
-            if count >= self._least and (best is None or count > best.num_tokens):
-                best = Donor(key, count)
+            if more > len(wanted):
+                break
+            # Most share no more than the template of a chat: one comparison shows it.
+            if siblings[key].startswith(packed[: more * _TOKEN_BYTES]):
+                count = _num_shared(siblings[key], packed)
+                best, more = Donor(key, count - ahead), count + 1
         return best
 
 
