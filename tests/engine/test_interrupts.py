@@ -39,15 +39,19 @@ CONFIGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("target"), num_hidden_layers=6)
+    """Of one layer: the lines are those of the host, and each is followed by whole texts."""
+    return tiny_model_dir(tmp_path_factory.mktemp("target"), num_hidden_layers=1)
 
 
 def _engine(target_dir: Path, mode: str, overlap: bool) -> LLM:
     config = CONFIGS.get(mode)
     if mode == "eagle3_rests":  # with more than two requests
-        head = eagle3_dir(target_dir.parent)
+        head = eagle3_dir(target_dir.parent, captured=1)
         config = EagleDecodingConfig(
-            max_draft_len=2, speculative_model=head, draft_len_schedule={2: 2}
+            max_draft_len=2,
+            speculative_model=head,
+            draft_len_schedule={2: 2},
+            eagle3_layers_to_capture=[0],
         )
     return LLM(
         target_dir, config, device="cpu", dtype="float32", max_batch_size=4,
