@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import Drafters, config_of, covering, cpu_engine, full, make_drafters
+from matrix import Drafters, config_of, covering, cpu_engine, full, make_drafters, spread
 from oracle import Oracle, random_prompts
 from suffix_search import Pool, best_in_lists, search_text
 from tiny_heads import mtp_model_dir
@@ -75,8 +75,7 @@ class Spy:
         monkeypatch.setattr(LookupBesideNetwork, "override", override)
 
 
-@pytest.mark.parametrize("mode", IN_STEP if full() else ["eagle3", "mtp", "dflash"])
-@pytest.mark.parametrize("has_pool", [True, False])
+@spread(mode=IN_STEP if full() else ["eagle3", "mtp", "dflash"], has_pool=[True, False])
 def test_drafts_are_those_of_a_search_where_its_match_is_long(
     target_dir: Path, oracle: Oracle, drafters: Drafters, mode: str, has_pool: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -126,7 +125,7 @@ def test_texts_are_those_of_greedy_decoding(
     its own: its drafts are accepted as often as before."""
     config = config_of(mode, K, drafters, sa_config=lookup_of(threshold=threshold))
     llm = cpu_engine(target_dir, config, overlap=overlap, chunk=chunk)
-    executor, prompts = llm.executor, random_prompts(6, 20)
+    executor, prompts = llm.executor, random_prompts(4, 20)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     requests = [executor.enqueue(prompt, params) for prompt in prompts * 2]
     lengths = itertools.cycle([K, K, 1, 0, K])
