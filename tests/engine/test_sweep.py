@@ -18,7 +18,7 @@ from trtspec import LLM, SADecodingConfig, SAEnhancerConfig, SamplingParams
 from trtspec.data.acceptance_prompts import AcceptancePrompt
 from trtspec.report.sweep import Axes, Sweep, SweepRun, Way, draw_sweep, encode_prompts
 
-K = 2
+K, TOKENS = 2, 8
 WAYS = [
     Way("plain", "plain"), Way("K=1", "fixed", 1), Way("K=2", "fixed", 2), Way("auto", "auto"),
     Way("sa", "sa"), Way("mtp+sa", "both"),
@@ -51,7 +51,9 @@ def encoded(messages: list[dict[str, str]]) -> list[int]:
     return [ord(character) % VOCAB for character in text]
 
 
-def run_sweep(target_dir: Path, drafters: Drafters, **options: Any) -> tuple[Sweep, list[Any]]:
+def run_sweep(
+    target_dir: Path, drafters: Drafters, ways: list[Way] = WAYS, **options: Any
+) -> tuple[Sweep, list[Any]]:
     opened: list[tuple[int, dict[str, LLM]]] = []
     mtp = config_of("mtp_eagle", K, drafters)
     assert mtp is not None
@@ -65,9 +67,13 @@ def run_sweep(target_dir: Path, drafters: Drafters, **options: Any) -> tuple[Swe
 
     def open_engines(concurrency: int) -> dict[str, LLM]:
         engines = {}
-        for name, config in configs.items():
+        for name in dict.fromkeys(way.engine for way in ways):
             engines[name] = cpu_engine(
-                target_dir, config, max_batch_size=concurrency, max_seq_len=256, overlap=False
+                target_dir,
+                configs[name],
+                max_batch_size=concurrency,
+                max_seq_len=256,
+                overlap=False,
             )
         opened.append((concurrency, engines))
         return engines
@@ -75,8 +81,8 @@ def run_sweep(target_dir: Path, drafters: Drafters, **options: Any) -> tuple[Swe
     given: dict[str, Any] = {"concurrencies": [1, 3], "temperatures": [0.0, 2.0], "kinds": KINDS}
     axes = Axes(**given | options)
     run = SweepRun(
-        ways=WAYS, axes=axes, prompts=encode_prompts(axes, encoded),
-        params=SamplingParams(max_tokens=12, seed=0, ignore_eos=True),
+        ways=ways, axes=axes, prompts=encode_prompts(axes, encoded),
+        params=SamplingParams(max_tokens=TOKENS, seed=0, ignore_eos=True),
         repeat=2, open_engines=open_engines, progress=lambda *_: None,
     )  # fmt: skip
     return run.measure(), opened
@@ -105,7 +111,7 @@ def test_cells_and_columns(whole: tuple[Sweep, list[Any]]) -> None:
         assert {len(runs) for runs in cell.runs.values()} == {2}
         assert cell.acceptance_length("plain") == 1.0
         for runs in cell.runs.values():
-            assert all(run.generated_tokens == 12 * cell.num_prompts for run in runs)
+            assert all(run.generated_tokens == TOKENS * cell.num_prompts for run in runs)
         for way in WAYS:
             most = {"plain": 0, "K=1": 1, "sa": 8}.get(way.name, K)
             assert 1 <= cell.acceptance_length(way.name) <= 1 + most
@@ -181,7 +187,7 @@ def test_rounds_are_prompts_for_each_request_at_once() -> None:
 
 def test_contexts(target_dir: Path, drafters: Drafters) -> None:
     contexts = {"contexts": [None, 120], "concurrencies": [1], "temperatures": [0.0]}
-    sweep, _ = run_sweep(target_dir, drafters, **contexts)
+    sweep, _ = run_sweep(target_dir, drafters, WAYS[:2], **contexts)
     assert [cell.place.context for cell in sweep.cells] == [None, None, 120, 120]
 
 
