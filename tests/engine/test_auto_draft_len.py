@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from drafting import make_case
-from matrix import thinned
+from matrix import spread, thinned
 from perfect import one_layer_target, perfect_eagle3
 from tiny import tiny_model_dir
 
@@ -182,8 +182,7 @@ def test_near_the_best_length_and_never_below_plain(
     assert speed > 0.98 * fixed[0], (speed, fixed, engine.lengths)
 
 
-@pytest.mark.parametrize("host", [0.8e-3, 1.0e-3, 1.4e-3])
-@pytest.mark.parametrize("rate", [0.2, 0.5, 0.6, 0.7])
+@spread(host=[0.8e-3, 1.0e-3, 1.4e-3], rate=[0.2, 0.5, 0.6, 0.7])
 def test_drafts_that_the_device_makes_while_the_host_works_cost_nothing(
     monkeypatch: pytest.MonkeyPatch, host: float, rate: float
 ) -> None:
@@ -200,8 +199,7 @@ def test_drafts_that_the_device_makes_while_the_host_works_cost_nothing(
     assert speed > 0.95 * max(fixed), (speed, fixed, engine.lengths)
 
 
-@pytest.mark.parametrize("rate", [0.03, 0.95])
-@pytest.mark.parametrize("every", [2, 5, 15])
+@spread(rate=[0.03, 0.95], every=[2, 5, 15])
 def test_numbers_of_requests_that_change(
     monkeypatch: pytest.MonkeyPatch, every: int, rate: float
 ) -> None:
@@ -803,10 +801,10 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- engines -----------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "name", thinned(["eagle3", "mtp_eagle", "eagle3_two_engine", "mtp_vanilla"], 2)
+@spread(
+    name=thinned(["eagle3", "mtp_eagle", "eagle3_two_engine", "mtp_vanilla"], 2),
+    overlap=[True, False],
 )
-@pytest.mark.parametrize("overlap", [False, True])
 def test_tokens_stay_those_of_plain_decoding(
     target_dir: Path,
     tmp_path: Path,
