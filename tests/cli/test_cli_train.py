@@ -18,7 +18,7 @@ from trtspec import cli
 from trtspec.train.new_head import NewHead, create_head, save_head
 
 Captured = pytest.CaptureFixture[str]
-SMALL = ["--length", "128", "--steps", "3", "--batch-size", "2", "--unroll", "2",
+SMALL = ["--length", "64", "--steps", "2", "--batch-size", "2", "--unroll", "2",
          "--draft-vocab-size", "600", "--device", "cpu", "--dtype", "float32"]  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
         assert (out / name).exists(), name
     raw = json.loads((out / "config.json").read_text())
     assert raw["draft_vocab_size"] == 600 and len(raw["training"]["held_out_conditional"]) == 2
-    assert raw["draft_window"] == 256, "twice as long as the rows it was trained on"
+    assert raw["draft_window"] == 128, "twice as long as the rows it was trained on"
     assert cli.main(train) == 0 and "is trained" in capsys.readouterr().err
     assert cli.main([*train, "--learning-rate", "0.5"]) == 2
     assert "learning_rate" in capsys.readouterr().err
@@ -64,7 +64,7 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
     assert raw["training"]["config"]["variation"] == 0.9
     assert cli.main(["inspect-head", str(out), "--target", "smollm2-135m"]) == 0
     capsys.readouterr()
-    prompts, tokens = ("8", "30") if full() else ("4", "12")
+    prompts, tokens = ("8", "30") if full() else ("2", "8")
     doctor = ["doctor", "--target", "smollm2-135m", "--head", str(out), "--prompts", prompts,
               "--max-tokens", tokens, "--device", "cpu", "--json"]  # fmt: skip
     assert cli.main(doctor) == 1

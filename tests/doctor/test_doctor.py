@@ -31,9 +31,9 @@ class Case:
     def __init__(self, tmp_path: Path, kind: str):
         self.kind, self.target_dir = kind, tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6)
         self.target: Decoder = load_target(self.target_dir)
-        data = GreedyTexts(self.target_dir, count=24, length=40)
+        data = GreedyTexts(self.target_dir, count=16, length=40)
         data.batches = lambda batch_size, first: iter(  # type: ignore[method-assign]
-            lambda: data.take(torch.arange(24)), None
+            lambda: data.take(torch.arange(16)), None
         )
         ids = torch.cat([DRAFTED[::2], DRAFTED[1::2]]).sort().values + 3
         spec = NewHead(kind=kind, layers_to_capture=CAPTURED if kind == "eagle3" else None)
@@ -43,7 +43,7 @@ class Case:
             TRAIN_CONFIG, max_steps=100, num_steps=3, evaluate_every=100, log_every=100,
             checkpoint_every=100,
         )  # fmt: skip
-        held_out = [data.take(torch.arange(24))]
+        held_out = [data.take(torch.arange(16))]
         Trainer(self.target, head, data, held_out, config, self.head_dir).train()
         self.texts: Sequences = held_out[0]
 

@@ -92,7 +92,7 @@ class Case:
             num_steps=BLOCK if kind == "dspark" else BLOCK - 1,
             step_decay=1.0,
             variation=0.0,
-            num_anchors=10,
+            num_anchors=6,
             evaluate_every=steps,
             log_every=steps,
             checkpoint_every=steps,

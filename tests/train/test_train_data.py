@@ -910,9 +910,9 @@ def smollm2() -> Iterator[LLM]:
 
 @pytest.mark.model
 def test_smollm2_writes_its_own_training_text(smollm2: LLM, tmp_path: Path) -> None:
-    mix = Mix(self_written=0.5, second_turn=0.5, max_user_tokens=24, max_passage_tokens=24)
+    mix = Mix(self_written=0.5, second_turn=0.5, max_user_tokens=16, max_passage_tokens=16)
     path = tmp_path / "a.jsonl"
-    report = self_generate(smollm2, path, 4, seed=0, max_tokens=12, mix=mix)
+    report = self_generate(smollm2, path, 4, seed=0, max_tokens=8, mix=mix)
     text = TrainingText(path, smollm2.tokenizer, 49152)
     examples = list(text)
     assert report.examples == len(examples) == 4
@@ -922,6 +922,6 @@ def test_smollm2_writes_its_own_training_text(smollm2: LLM, tmp_path: Path) -> N
         assert words.startswith(f"<|im_start|>system\n{SMOL_SYSTEM}<|im_end|>\n{USER}")
         assert words.endswith(ANSWER)
         if example.temperature == 0:
-            again = smollm2.generate(prompt, SamplingParams(max_tokens=12))
+            again = smollm2.generate(prompt, SamplingParams(max_tokens=8))
             count = len(again.outputs[0].token_ids)
             assert again.outputs[0].token_ids == example.input_ids[len(prompt) :][:count].tolist()
