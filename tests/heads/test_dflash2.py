@@ -86,11 +86,18 @@ def test_drafts_are_the_best_path(target_dir: Path, tmp_path: Path, name: str) -
     assert compared > 40 and differ > compared // 2, "the token before has no say here"
 
 
+@pytest.fixture(scope="module")
+def oracle(target_dir: Path) -> Oracle:
+    return Oracle(target_dir)
+
+
 @pytest.mark.parametrize("rule", ["strict", "exact_match", "rejection", "block"])
-def test_texts_are_right_under_every_rule(target_dir: Path, tmp_path: Path, rule: str) -> None:
+def test_texts_are_right_under_every_rule(
+    target_dir: Path, oracle: Oracle, tmp_path: Path, rule: str
+) -> None:
     head = dflash_dir(tmp_path, path={}, block=4)
     config = DFlashDecodingConfig(speculative_model=head, acceptance=rule)
-    prompts, oracle = random_prompts(5), Oracle(target_dir)
+    prompts = random_prompts(5)
     llm = cpu_engine(target_dir, config, chunk=24, pool=112)
     greedy = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
     for prompt, output in zip(prompts, greedy, strict=True):

@@ -38,11 +38,18 @@ def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, na
     run_with_changing_draft_len(make_dspark_case(name, target_dir, tmp_path, 3), Script)
 
 
+@pytest.fixture(scope="module")
+def oracle(target_dir: Path) -> Oracle:
+    return Oracle(target_dir)
+
+
 @pytest.mark.parametrize("rule", ["strict", "exact_match", "rejection", "block"])
-def test_texts_are_right_under_every_rule(target_dir: Path, tmp_path: Path, rule: str) -> None:
+def test_texts_are_right_under_every_rule(
+    target_dir: Path, oracle: Oracle, tmp_path: Path, rule: str
+) -> None:
     head = dflash_dir(tmp_path, markov="gated", block=4)
     config = DSparkDecodingConfig(speculative_model=head, acceptance=rule)
-    prompts, oracle = random_prompts(5), Oracle(target_dir)
+    prompts = random_prompts(5)
     llm = cpu_engine(target_dir, config, chunk=24, pool=112)
     greedy = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
     for prompt, output in zip(prompts, greedy, strict=True):
