@@ -1,7 +1,6 @@
 """`StepObserver`: sees requests and steps as the executor does. Metrics are counted by one.
 
-It costs nothing where there is none. It never waits for the device: a step's results come to the
-host in any case.
+It never waits for the device: a step's results come to the host in any case.
 """
 
 from __future__ import annotations
@@ -48,43 +47,11 @@ class StepObserver(Protocol):
         """Called once for each request, however it ended, after the step that ended it."""
 
 
-class NoWatch:
-    """What the executor tells of its work. Here it goes nowhere."""
+class Watch:
+    """Gathers facts for one observer; without one they are dropped."""
 
-    def queued(self, request: Request) -> None:
-        """Called before a request is scheduled for the first time."""
-
-    def started(self, batch: ScheduledBatch) -> None:
-        """Called before a batch is launched."""
-
-    def begin_step(self, *, is_in_flight: bool) -> None:
-        """Called when a call of `step` begins; a step may be running then."""
-
-    def end_step(self) -> None:
-        """Called at the end of a call of `step`."""
-
-    def drop_step(self) -> None:
-        """Called where an exception ended a step."""
-
-    def report_finished(self) -> None:
-        """Called after requests ended outside a step."""
-
-    def add_launched(self, step: LaunchedStep) -> None:
-        """Called for each step that is launched."""
-
-    def add_read(self, step: LaunchedStep) -> None:
-        """Called for each step whose results are on the host."""
-
-    def add_results(self, results: Sequence[RequestResult], counts: Sequence[int]) -> None:
-        """Called with the results of requests that got tokens of a step, and how many."""
-
-
-class Watch(NoWatch):
-    """Gathers facts for one observer."""
-
-    def __init__(self, observer: StepObserver, *, runs_at_launch: bool):
-        self.observer: StepObserver | None = observer
-        self.runs_at_launch = runs_at_launch
+    def __init__(self, observer: StepObserver | None, *, runs_at_launch: bool):
+        self.observer, self.runs_at_launch = observer, runs_at_launch
         self.launched: list[LaunchedStep] = []
         self.read: list[LaunchedStep] = []
         self.results: list[RequestResult] = []

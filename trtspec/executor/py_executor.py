@@ -34,7 +34,7 @@ from .choose_draft_len import draft_len_of
 from .dead_drafter import DeadDrafterWatch
 from .guide import Guide, GuidedBatch
 from .host_drafts import draft_on_host
-from .observer import NoWatch, StepObserver, Watch
+from .observer import StepObserver, Watch
 from .request import Request, RequestState, ScheduledBatch, StepPlan, StopCheck
 from .results import LaunchedStep, RequestResult, StepReader
 from .runner import StepRunner
@@ -100,7 +100,7 @@ class PyExecutor:
         self.stop_string_check: StopCheck | None = None  # asked of those with stop strings
         self.record_steps = False
         """Requests queued from now on keep a `StepRecord` of every generation step."""
-        self._watch: NoWatch = NoWatch()  # gathers facts, if there is an observer
+        self.observer = None
         self._pending: deque[LaunchedStep] = deque()
         self._cancel_later: deque[tuple[int, bool]] = deque()  # (request, whether to return it)
         self._drafts_on_host = self.mode.drafts_on_host()
@@ -566,14 +566,12 @@ class PyExecutor:
     @property
     def observer(self) -> StepObserver | None:
         """What sees every request and step, or None. Set it while no request runs."""
-        return self._watch.observer if isinstance(self._watch, Watch) else None
+        return self._watch.observer
 
     @observer.setter
     def observer(self, observer: StepObserver | None) -> None:
-        self._watch, self.book.on_finish = NoWatch(), None
-        if observer is not None:
-            self._watch = watch = Watch(observer, runs_at_launch=self.device.type == "cpu")
-            self.book.on_finish = watch.add_finished
+        self._watch = Watch(observer, runs_at_launch=self.device.type == "cpu")
+        self.book.on_finish = None if observer is None else self._watch.add_finished
 
     def stats(self) -> EngineStats:
         stats = self.statistics.summary(self.forced_acceptance, self.kv_cache)
