@@ -125,13 +125,13 @@ def replace_steps(llm: Any, seconds: float, waits: int) -> None:
     """Waits in place of the model's steps, and takes tokens of a text."""
     import torch
 
+    from trtspec.executor.device_step import PartialLaunch
     from trtspec.executor.forward_step import StepOutputs
-    from trtspec.executor.step_launch import StepLaunch
 
     runner, most = llm.executor.runner, llm.executor.max_draft_len
     known = torch.tensor(llm.tokenizer.encode(TEXT), dtype=torch.int32)
 
-    def run(plan: Any) -> StepLaunch:
+    def run(plan: Any) -> PartialLaunch:
         for _ in range(waits):
             time.sleep(seconds / waits)
         contexts, generations = len(plan.batch.contexts), len(plan.batch.generations)
@@ -142,7 +142,7 @@ def replace_steps(llm: Any, seconds: float, waits: int) -> None:
             new_tokens_lens=lens,
             bad_requests=torch.zeros(len(lens), dtype=torch.bool),
         )
-        return StepLaunch(outputs)
+        return PartialLaunch(outputs)
 
     runner.run, runner.is_replay = run, False
     runner.num_drafts_to_verify = lambda *_: most

@@ -22,9 +22,11 @@ MOVED: dict[str, tuple[str, ...]] = {
     "cache.manager": ("state.kv_cache",),
     "cache.slots": ("state.slots",),
     "checkpoints.fp8": ("checkpoints.dequantized", "checkpoints.quantization"),
-    "executor.drafting": ("executor.draft_passes", "executor.host_drafts"),
+    "executor.draft_passes": ("executor.device_step",),
+    "executor.drafting": ("executor.host_drafts",),
     "executor.mask_token": ("executor.drafters",),
     "executor.parallel": ("executor.drafters",),
+    "executor.step_launch": ("executor.device_step",),
     "hidden_states": ("data.hidden_states",),
     "models.checkpoint": ("checkpoints.tensors",),
     "models.clustered_head": (

@@ -22,11 +22,11 @@ from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
 from trtspec.executor import build
 from trtspec.executor.context_inputs import ContextInputs, costs_of_pass, deal_out
+from trtspec.executor.device_step import PartialLaunch
 from trtspec.executor.graphs import first_rows
 from trtspec.executor.inputs import assemble, build_inputs
 from trtspec.executor.py_executor import PyExecutor
 from trtspec.executor.request import ContextChunk, ScheduledBatch, StepPlan
-from trtspec.executor.step_launch import StepLaunch
 from trtspec.layers.linear import Linear
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS, AttentionMetadata
 from trtspec.metadata.mode import SpeculativeDecodingMode
@@ -75,7 +75,7 @@ class Uncaptured:
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
         return next((shape for shape in self.shapes if shape.holds(chunks)), None)
 
-    def run_contexts(self, shape: ContextInputs, plan: StepPlan) -> StepLaunch:
+    def run_contexts(self, shape: ContextInputs, plan: StepPlan) -> PartialLaunch:
         chunks = plan.batch.contexts
         shape.fill(chunks)
         params = [chunk.request.sampling_params for chunk in chunks]
@@ -87,7 +87,7 @@ class Uncaptured:
         step = self.executor.runner.step
         outputs = step.run(inputs, plan.draft_len)
         assert step.state.past_lens[-1] == 0, "rows that fill graphs up would attend to more"
-        return StepLaunch(first_rows(outputs, len(chunks), 1), is_replay=True)
+        return PartialLaunch(first_rows(outputs, len(chunks), 1), is_replay=True)
 
 
 class ContextsInTriton(triton_paged.TritonAttention):

@@ -158,7 +158,7 @@ def test_between_the_halves_of_a_launch(
                     while True:
                         executor.step()
             executor.step()
-            if executor._pending and executor._pending[-1].finish is not None:
+            if executor._pending and executor._pending[-1].launch_rest is not None:
                 waits += 1
                 assert len(executor._pending) == 1
         executor.run_until_done()

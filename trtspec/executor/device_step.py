@@ -1,9 +1,9 @@
 """`DeviceStep`: one step on the device.
 
     inputs ──assemble──▶ tensors ──forward_step──▶ outputs ──draft_passes──▶ drafts in the slots
-                                                            (modes that draft in passes)
+                                                            (modes EAGLE3 and MTP_EAGLE)
 
-`runner.py` runs it eagerly, `graphs.py` captures it.
+`runner.py` runs it eagerly, `graphs.py` captures it. Both return a `PartialLaunch`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,31 @@ from ..ops.step.slots import slot_mapping
 from ..state.kv_cache import KVCacheManager
 from ..state.slots import SlotState
 from ..workers.base import SpecWorkerBase
+from ..workers.eagle3 import Eagle3OneModelWorker
 from ..workers.protocols import DraftModel, KvWriter, LanguageModel
-from .draft_passes import draft_in_passes
 from .forward_step import StepOutputs, forward_step
 from .inputs import EngineShape, StepInputs, assemble
+
+
+@dataclass(eq=False)
+class PartialLaunch:
+    """A step launched up to where the host would wait for masks of drafts, mostly all of it.
+
+    These masks need what the step itself accepts. Before it waits, the host reads the step before,
+    and schedules the next one.
+    """
+
+    outputs: StepOutputs  # of the whole step: valid once `finish` has returned
+    is_replay: bool = False  # whether a graph ran it
+    rest: Iterator[None] | None = None
+    """Launches the rest, part by part. The host waits for the device in each."""
+
+    def finish(self) -> StepOutputs:
+        """Launches what is left. Nothing else may have been launched since."""
+        for _ in self.rest or ():
+            pass
+        self.rest = None
+        return self.outputs
 
 
 @dataclass(eq=False, kw_only=True)
@@ -97,10 +118,27 @@ class DeviceStep:
 
     @torch.inference_mode()
     def draft_passes(self, outputs: StepOutputs) -> Iterator[None]:
-        """Runs the passes that follow the step in modes EAGLE3 and MTP_EAGLE, one per item."""
-        if outputs.draft_inputs is not None:
-            yield from draft_in_passes(self.worker, outputs.draft_inputs, self.state)
-            self.worker.forget_step()
+        """Runs the passes that follow the step in modes EAGLE3 and MTP_EAGLE, one per item.
+
+        The last one writes the proposals to the slots.
+        """
+        inputs, worker, state = outputs.draft_inputs, self.worker, self.state
+        if inputs is None:
+            return
+        assert isinstance(worker, Eagle3OneModelWorker)
+        step = inputs.step
+        if step.draft_len == 0:
+            worker.skip_passes(inputs)
+            state.next_tokens[:, 1:].index_fill_(0, step.slot_ids, -1)
+        else:
+            chain = worker.first_pass(inputs)
+            for _ in range(1, step.draft_len):
+                yield
+                chain = worker.next_pass(chain)
+            state.next_tokens[step.slot_ids, 1:] = chain.draft_tokens(worker.max_draft_len)
+            worker.save_chances(step.slot_ids, state.chances)
+        yield
+        worker.forget_step()
 
     def release_memory(self) -> None:
         """Frees models and slots, for good. Nothing may be in flight."""

@@ -29,13 +29,12 @@ from ..metadata.guided import DraftPoint, Point
 from ..ops.launch.captures import capture_stream, no_garbage_collection
 from ..ops.layer import cublaslt
 from .context_inputs import ContextInputs, costs_of_pass
-from .device_step import DeviceStep
+from .device_step import DeviceStep, PartialLaunch
 from .forward_step import StepOutputs
 from .generation_inputs import GenerationInputs
 from .guided_masks import GuidedMasks
 from .inputs import ContextRows, StepInputs
 from .request import ContextChunk, ScheduledBatch, StepPlan
-from .step_launch import StepLaunch
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ class CudaGraphs:
         size = next((size for size in self.batch_sizes if size >= batch_size), None)
         return size if self.enable_padding or size == batch_size else None
 
-    def run(self, plan: StepPlan) -> StepLaunch | None:
+    def run(self, plan: StepPlan) -> PartialLaunch | None:
         """Runs one step of generations alone, up to where the host would wait for its tokens.
 
         Returns None if no graph holds them. The host first prepares its rows. It launches nothing
@@ -192,7 +191,7 @@ class CudaGraphs:
         """Returns the smallest captured shape that holds these parts of prompts, if any does."""
         return next((inputs for inputs in self.contexts if inputs.holds(chunks)), None)
 
-    def run_contexts(self, inputs: ContextInputs, plan: StepPlan) -> StepLaunch | None:
+    def run_contexts(self, inputs: ContextInputs, plan: StepPlan) -> PartialLaunch | None:
         """Runs one pass over parts of prompts alone. The launch before is finished.
 
         Returns None if it cannot be captured. Then the shape is dropped, and such passes run
@@ -256,7 +255,7 @@ class CudaGraphs:
 
     def _replay(
         self, key: GraphKey, num_requests: int, reach: Callable[[Point], None] | None
-    ) -> StepLaunch:
+    ) -> PartialLaunch:
         """Launches a step's graphs, up to the first `DraftPoint`."""
         captured = self._graphs[key]
         assert captured.outputs is not None
@@ -267,7 +266,7 @@ class CudaGraphs:
             captured.rows[num_requests] = outputs
         rest = _launch_parts(captured.parts, reach)
         next(rest, None)
-        return StepLaunch(outputs, is_replay=True, rest=rest)
+        return PartialLaunch(outputs, is_replay=True, rest=rest)
 
     def capture_all(self, num_drafts: int) -> None:
         """Captures every size, the largest first, for greedy and for sampled batches."""

@@ -431,7 +431,7 @@ class PyExecutor:
             plan, launch, num_proposed, guided, drafts_of, most_asked=most_asked
         )
         if guided is None or batch.contexts or self.worker.remembers_texts:
-            launched.end_launch()
+            launched.finish_launch()
         self._watch.add_launched(launched)
         plan.count_as_launched()
         for request in [chunk.request for chunk in batch.contexts]:
@@ -445,7 +445,7 @@ class PyExecutor:
         the step before and schedules the next one.
         """
         for launched in self._pending:
-            launched.end_launch()
+            launched.finish_launch()
 
     # -- grammars ------------------------------------------------------------------------------
     def set_tokenizer(self, tokenizer: Any) -> None:

@@ -27,11 +27,11 @@ from ..distributed.world import World
 from ..errors import RankError
 from ..state.kv_cache import BlockCopy
 from ..workers.protocols import EndedText
+from .device_step import PartialLaunch
 from .forward_step import StepOutputs
 from .linked_cache import CopiedTables, LinkedKVCache
 from .request import ContextChunk, Request, ScheduledBatch, StepPlan
 from .runner import EngineParts, StepRunner
-from .step_launch import StepLaunch
 
 CHECK_ENV_VAR = "TRTSPEC_CHECK_RANKS"
 _ENGINE_VARIABLES = CHECK_ENV_VAR, FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
@@ -93,7 +93,7 @@ class LeadingRunner(StepRunner):
             self.link.tell("set_drafts", drafts)
             super().set_drafts(drafts)
 
-    def run(self, plan: StepPlan) -> StepLaunch:
+    def run(self, plan: StepPlan) -> PartialLaunch:
         with self.world.together():
             self.link.tell("run", self._message(plan))
             launch = super().run(plan)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ..api.outputs import Logprob
 from ..ops.tokens.logprobs import TokenLogprobs
+from .device_step import PartialLaunch
 from .forward_step import StepOutputs
 from .guide import GuidedBatch, tokens_of
 from .logprobs import LogprobRows, logprob_entry
 from .pinned import PinnedBuffer, PinnedBuffers
 from .request import Request, ScheduledBatch, StepPlan
-from .step_launch import StepLaunch
 
 
 class Results(NamedTuple):
@@ -53,21 +53,21 @@ class LaunchedStep:
     num_proposed: Tensor | None  # [G] drafts that it had to verify, if recorded
     guided: GuidedBatch | None  # where there are grammars
     is_replay: bool  # a graph ran it
-    finish: Callable[[], Results] | None
+    launch_rest: Callable[[], Results] | None
     """Launches what is left of the step, and the copies of its results; None once that is done."""
     waited: float = 0.0  # seconds that the host waited for its results
     _results: Results | None = None
 
-    def end_launch(self) -> None:
+    def finish_launch(self) -> None:
         """Launches it to its end, and starts the copies of its results, unless that is done."""
-        if self.finish is not None:
-            self._results = self.finish()
-            self.finish = None
+        if self.launch_rest is not None:
+            self._results = self.launch_rest()
+            self.launch_rest = None
 
     @property
     def results(self) -> Results:
         """Returns its results, which may not be ready yet."""
-        self.end_launch()
+        self.finish_launch()
         assert self._results is not None
         return self._results
 
@@ -124,14 +124,14 @@ class StepReader:
     def copy(
         self,
         plan: StepPlan,
-        launch: StepLaunch,
+        launch: PartialLaunch,
         num_proposed: Tensor | None,
         guided: GuidedBatch | None = None,
         drafts_of: Callable[[], Tensor] | None = None,
         *,
         most_asked: int,
     ) -> LaunchedStep:
-        """Returns the step, whose copies start with `finish`. On CUDA the host does not wait.
+        """Returns the step, copied from `finish_launch` on. On CUDA the host does not wait.
 
         Args:
             plan: of the step, not yet counted as launched.
@@ -155,10 +155,12 @@ class StepReader:
             num_proposed=None if num_proposed is None else self._to_host(num_proposed),
             guided=guided,
             is_replay=launch.is_replay,
-            finish=partial(self._finish, launch, drafts_of),
+            launch_rest=partial(self._launch_rest, launch, drafts_of),
         )
 
-    def _finish(self, launch: StepLaunch, drafts_of: Callable[[], Tensor] | None) -> Results:
+    def _launch_rest(
+        self, launch: PartialLaunch, drafts_of: Callable[[], Tensor] | None
+    ) -> Results:
         outputs = launch.finish()
         hidden, drafts, verified = outputs.hidden_states, None, outputs.num_verified
         arrays, buffer = self._small_to_host(outputs)

@@ -29,12 +29,11 @@ from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftModel, EndedText, LanguageModel
 from .admission import end_ids
 from .context_inputs import ContextInputs, deal_out
-from .device_step import DeviceStep
+from .device_step import DeviceStep, PartialLaunch
 from .graphs import CudaGraphs
 from .guided_masks import GuidedMasks
 from .inputs import EngineShape, build_inputs
 from .request import ContextChunk, Request, ScheduledBatch, StepPlan
-from .step_launch import StepLaunch
 
 
 class DraftVocab(NamedTuple):
@@ -215,7 +214,7 @@ class StepRunner:
             return [batch]
         return [replace(batch, contexts=[]), *parts]
 
-    def run(self, plan: StepPlan) -> StepLaunch:
+    def run(self, plan: StepPlan) -> PartialLaunch:
         """Launches one step, by a graph if one holds it, else eagerly."""
         texts = self.step.worker.slot_texts
         if texts is not None:
@@ -239,7 +238,7 @@ class StepRunner:
         outputs = self.step.run(inputs, plan.draft_len)
         for _ in self.step.draft_passes(outputs):
             pass
-        return StepLaunch(outputs)
+        return PartialLaunch(outputs)
 
     def _with_masks(self, plan: StepPlan) -> StepPlan:
         """Returns the plan of a step with grammars, whose masks come while it runs."""
@@ -253,7 +252,7 @@ class StepRunner:
 
         return plan._replace(finish_before=begin)
 
-    def _replay(self, plan: StepPlan) -> StepLaunch | None:
+    def _replay(self, plan: StepPlan) -> PartialLaunch | None:
         """Replays the step. Returns None if no graph holds it."""
         if self.graphs is None or not self._can_replay:
             return None
