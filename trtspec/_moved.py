@@ -28,6 +28,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "executor.parallel": ("executor.drafters",),
     "executor.step_launch": ("executor.device_step",),
     "hidden_states": ("data.hidden_states",),
+    "metadata.protocols": ("metadata.guided",),
     "models.checkpoint": ("checkpoints.tensors",),
     "models.clustered_head": (
         "models.drafters.clustered_head",

@@ -11,7 +11,7 @@ from trtspec import MTPDecodingConfig, NGramDecodingConfig, SpecMetadata
 from trtspec.errors import ConfigError
 from trtspec.metadata.accepted_path import AcceptedPath
 from trtspec.metadata.sampling import SamplingMetadata
-from trtspec.metadata.step import StepContext, StepNeeds, StepSizes, batch_shape
+from trtspec.metadata.step import StepContext, StepSizes, batch_shape
 from trtspec.ops.step.rows import shift_for_drafting
 from trtspec.workers import MTPEagleWorker, NGramWorker
 
@@ -107,10 +107,10 @@ def test_a_memory_of_drafts_needs_slots_where_requests_are_sampled() -> None:
         )
         step = _step(_spec(sampling=sampling), StepSizes(1, 0, 3))
         if all_greedy:
-            step.require(StepNeeds(has_draft_memory=True))
+            step.require(has_draft_memory=True)
             continue
         with pytest.raises(ConfigError, match="what drafts were drawn from"):
-            step.require(StepNeeds(has_draft_memory=True))
+            step.require(has_draft_memory=True)
 
 
 def test_a_path_is_what_the_kernels_twin_takes_it_for() -> None:

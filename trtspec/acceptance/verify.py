@@ -21,10 +21,10 @@ from ..config import DecodingBaseConfig
 from ..distributed.logits import ShardedLogits
 from ..errors import ConfigError
 from ..metadata.draft_memory import DraftMemory
+from ..metadata.guided import GuidedDecoder
 from ..metadata.logits import LogitsState
-from ..metadata.protocols import GuidedDecoder
 from ..metadata.spec import SpecMetadata
-from ..metadata.step import StepNeeds, StepSizes, no_sampling
+from ..metadata.step import StepContext, StepSizes, no_sampling
 from ..ops.tokens.greedy import Accepted, accept_greedy
 from ..ops.tokens.penalties import count_output, shape_logits
 from .empty_rows import cut, fill_empty_rows
@@ -122,7 +122,7 @@ class Verification(nn.Module):
         if guided is not None:
             logits = mask_target(guided, logits)
         with self._candidates(logits, drafts, num_contexts, spec_metadata) as candidates:
-            candidates.step.require(self.step_needs)
+            self.require_slots(candidates.step)
             if sharded is None:
                 accepted = self._judge_shaped(candidates, spec_metadata)
             else:
@@ -137,10 +137,9 @@ class Verification(nn.Module):
         spec_metadata.num_accepted_draft_tokens = accepted.num_accepted_drafts
         return tokens, lens
 
-    @property
-    def step_needs(self) -> StepNeeds:
-        """Names what accepting reads by slot."""
-        return StepNeeds(self.rule.state_names, self.draft_memory is not None)
+    def require_slots(self, step: StepContext) -> None:
+        """Raises ConfigError where a loop has left out what accepting reads by slot."""
+        step.require(self.rule.state_names, self.draft_memory is not None)
 
     @contextmanager
     def _candidates(

@@ -22,7 +22,7 @@ class HiddenStatesSaver:
 
         The token after the last of them must be known.
         """
-        text = _tokens(request, start, start + rows.shape[0] + 1)
+        text = request.tokens_between(start, start + rows.shape[0] + 1)
         captured = rows.shape[1] - self.hidden_size
         self.writer.add(
             request.request_id, start, text[:-1], text[1:], rows[:, :captured], rows[:, captured:]
@@ -45,10 +45,3 @@ class HiddenStatesSaver:
 
     def flush(self) -> None:
         self.writer.flush()
-
-
-def _tokens(request: Request, start: int, end: int) -> list[int]:
-    """Returns tokens [start, end) of prompt and output together, without joining the two."""
-    prompt, output = request.prompt_token_ids, request.output_token_ids
-    split = len(prompt)
-    return prompt[start:end] + output[max(0, start - split) : max(0, end - split)]

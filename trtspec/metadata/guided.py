@@ -14,10 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
 from ..distributed.comm import ALONE, Communicator
+
+
+class GuidedDecoder(Protocol):
+    """A caller's object that masks the target's logits in place before a token is chosen."""
+
+    def execute(self, logits: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)

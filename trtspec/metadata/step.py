@@ -7,6 +7,7 @@ something.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,13 +42,6 @@ class StepSizes(NamedTuple):
     def num_rows(self) -> int:
         """R = C + G*(K'+1)."""
         return self.num_contexts + self.num_generations * (self.num_drafts + 1)
-
-
-class StepNeeds(NamedTuple):
-    """Names of what a worker reads by slot."""
-
-    state_names: tuple[str, ...] = ()  # of `SpecMetadata.state`
-    has_draft_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,14 +97,18 @@ class StepContext:
             missed=spec.missed,
         )
 
-    def require(self, needs: StepNeeds) -> None:
-        """Raises ConfigError where the loop has left out what this step reads by slot."""
-        read = [name for name in needs.state_names if name not in self.state]
+    def require(self, state_names: Sequence[str] = (), has_draft_memory: bool = False) -> None:
+        """Raises ConfigError where the loop has left out what this step reads by slot.
+
+        Args:
+            state_names: of `SpecMetadata.state`.
+        """
+        read = [name for name in state_names if name not in self.state]
         if not self.has_slots:
-            read = list(needs.state_names)
+            read = list(state_names)
             if self.logits_state is not None:
                 read.append("logits_state")
-            if needs.has_draft_memory and not self.sampling.all_greedy:
+            if has_draft_memory and not self.sampling.all_greedy:
                 read.append("what drafts were drawn from")
         if read:
             raise ConfigError(

@@ -31,7 +31,7 @@ from ..metadata.attention import AttentionMetadata
 from ..metadata.draft_memory import DraftMemory
 from ..metadata.guided import GuidedStep
 from ..metadata.spec import SpecMetadata
-from ..metadata.step import StepNeeds, StepSizes, batch_shape, next_positions
+from ..metadata.step import StepSizes, batch_shape, next_positions
 from ..ops.step.packing import save_chances
 from ..ops.step.rows import next_new_tokens, shift_contexts
 from ..ops.tokens.greedy import choose_drafts
@@ -294,7 +294,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             spec_metadata.step(sizes, self.max_draft_len, logits.device) as step,
         ):
             looked_up = () if self.lookup is None else self.lookup.state_names
-            step.require(StepNeeds((*self.state_names, *looked_up)))
+            step.require((*self.state_names, *looked_up))
             accepted, lens = self.sample_and_accept_draft_tokens(
                 logits, drafts, num_contexts, batch_size, spec_metadata
             )
@@ -395,7 +395,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         step = inputs.step
         if self.rule.drawn is Drawn.BEST or step.sampling.all_greedy:
             return None
-        step.require(self.step_needs)
+        self.require_slots(step)
         if self.draft_memory is not None:
             self.draft_memory.require_slots(step.slot_capacity)
         elif self.remembers_drafts and not step.has_slots:

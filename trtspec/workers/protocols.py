@@ -11,7 +11,7 @@ from ..distributed.logits import ShardedLogits
 from ..metadata.accepted_path import AcceptedPath
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
-from ..metadata.protocols import GuidedDecoder
+from ..metadata.guided import GuidedDecoder
 from ..metadata.spec import SpecMetadata
 from ..metadata.step import StepContext, StepSizes
 from ..ops.tokens.markov_walk import MarkovTables
