@@ -102,7 +102,10 @@ MOVED: dict[str, tuple[str, ...]] = {
     "sampling.params": ("api.sampling_params",),
     "sampling.target": ("acceptance.target",),
     "text": ("api.text_stream",),
+    "workers.history": ("workers.ngram",),
     "workers.parallel": ("workers.masked",),
+    "workers.save_hidden_states": ("workers.plain",),
+    "workers.user_provided": ("workers.plain",),
     "workers.verification": ("acceptance.verify", "acceptance.rule"),
 }
 

@@ -20,7 +20,7 @@ from trtspec.config import DecodingBaseConfig
 from trtspec.executor.request import Request
 from trtspec.metadata.mode import SpeculativeDecodingMode
 from trtspec.ops.tokens.suffix import Search
-from trtspec.workers import WORKER_OF_MODE, SAWorker, create_worker, history, lookup, texts
+from trtspec.workers import WORKER_OF_MODE, SAWorker, create_worker, lookup, texts
 from trtspec.workers.lookup import COUNT_IN_RING, COUNT_IN_TEXT, LONGEST
 from trtspec.workers.protocols import EndedText
 
@@ -295,7 +295,6 @@ def test_texts_that_no_draft_reads_are_not_gathered(
         return real(*given)
 
     monkeypatch.setattr(texts, "gather_texts", gathered)
-    monkeypatch.setattr(history, "gather_texts", gathered)
     llm = cpu_engine(target_dir, config, overlap=False)
     executor = llm.executor
     request = executor.enqueue([1, 2, 3] * 4, SamplingParams(max_tokens=40, ignore_eos=True))

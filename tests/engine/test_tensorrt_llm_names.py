@@ -25,6 +25,7 @@ from trtspec.errors import ConfigError
 from trtspec.metadata.mode import SpeculativeDecodingMode
 from trtspec.workers import WORKER_OF_MODE, MTPEagleWorker, NGramWorker, SpecWorkerBase
 from trtspec.workers.protocols import DraftInputs
+from trtspec.workers.texts import add_accepted
 
 VOCAB, PROMPT = 97, [5, 6, 7, 8, 5, 6, 7, 9, 3, 4, 11, 2]
 
@@ -381,7 +382,7 @@ class ByHand(NGramWorker):
     """Builds the next step's input and fills `no_drafts` by itself, with room for all drafts."""
 
     def draft(self, inputs: DraftInputs) -> Tensor:
-        self.add_accepted(inputs)
+        add_accepted(inputs)
         drafts = self.no_drafts(inputs)
         drafts[:, 0], drafts[:, self.max_draft_len - 1] = 7, 9
         return drafts

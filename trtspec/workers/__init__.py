@@ -18,7 +18,7 @@ from .masked import MaskedDraftTargetWorker, MaskedEagle3Worker, MaskedWorker
 from .mtp import MTPEagleWorker, MTPWorker
 from .ngram import NGramWorker
 from .one_pass import OnePassWorker
-from .plain import PlainWorker
+from .plain import PlainWorker, SaveHiddenStatesWorker, UserProvidedWorker
 from .protocols import (
     DraftInputs,
     DraftModel,
@@ -27,8 +27,6 @@ from .protocols import (
     MaskedDraftModel,
 )
 from .sa import SAWorker
-from .save_hidden_states import SaveHiddenStatesWorker
-from .user_provided import UserProvidedWorker
 
 WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[SpecWorkerBase]] = {
     SpeculativeDecodingMode.NONE: PlainWorker,
