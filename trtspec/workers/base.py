@@ -11,7 +11,6 @@ Nothing here reads a device value on the host, so the same code runs eagerly and
 from __future__ import annotations
 
 import logging
-from abc import ABC
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -45,7 +44,7 @@ from .texts import SlotTexts
 logger = logging.getLogger(__name__)
 
 
-class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
+class SpecWorkerBase(Verification, TensorRTLLMNames):
     """Verifies drafts and proposes new ones inside the target's step.
 
     Args:
@@ -419,11 +418,9 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             logits = mask_drafts(self._guided, whole(logits), d2t, depth)
         if self.keeps_probabilities:
             self.add_probabilities(best_probabilities(whole(logits)), last_positions.shape[0])
-        if self._guided is None:
-            return self._choose(logits, d2t, sampler, last_positions, depth)
         drafts = self._choose(logits, d2t, sampler, last_positions, depth)
-        has_pass = not self.drafts_in_one_pass
-        hand_over_drafts(self._guided, drafts, depth, has_pass=has_pass)
+        if self._guided is not None:
+            hand_over_drafts(self._guided, drafts, depth, has_pass=not self.drafts_in_one_pass)
         return drafts
 
     @property
@@ -459,11 +456,13 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             return self.draft_sampler_greedy(logits, d2t)
         logits = whole(logits)
         if sampler.memory is None and sampler.slots.shape[0] and self.remembers_drafts:
-            sampler = replace(sampler, memory=self.draft_memory or self._first_memory(logits, d2t))
+            if self.draft_memory is None:
+                self._allocate_memory(logits, d2t)
+            sampler = replace(sampler, memory=self.draft_memory)
         return sampler.draw(logits, d2t, last_positions, depth)
 
-    def _first_memory(self, logits: Tensor, d2t: Tensor | None) -> DraftMemory:
-        """Allocates the memory in a loop that did not call `remember_drafts`."""
+    def _allocate_memory(self, logits: Tensor, d2t: Tensor | None) -> None:
+        """Calls `remember_drafts` in place of a loop that did not."""
         if logits.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
                 "Room for what drafts are drawn from cannot be made while a graph is captured: "
@@ -475,16 +474,9 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
                 f"The drafter has {logits.shape[-1]} logits, the target {target_vocab_size}: cut "
                 "the drafter's to the target's tokens (Decoder.keep_logits)."
             )
-        self.draft_memory = DraftMemory.allocate(
-            num_slots,
-            self.max_draft_len,
-            logits.shape[-1],
-            target_vocab_size,
-            d2t,
-            logits.device,
-            logits.dtype,
+        self.remember_drafts(
+            num_slots, logits.shape[-1], target_vocab_size, d2t, logits.device, logits.dtype
         )
-        return self.draft_memory
 
     def draft_sampler_greedy(
         self, logits: Tensor | ShardedLogits, d2t: Tensor | None = None
@@ -538,35 +530,6 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
                 if next_prompt_tokens is not None:
                     next_prompt_tokens = next_prompt_tokens[some]
         return shift_contexts(input_ids, following, next_prompt_tokens, last_rows)
-
-
-def keep_first_rows_of_contexts(
-    step: AttentionMetadata, meta: AttentionMetadata, inputs: DraftInputs
-) -> AttentionMetadata:
-    """Returns the draft pass without the KV writes of each context's first row.
-
-    That row is the prompt's last one, which the drafter has read already. It read the row's
-    embedding and rotary position, while this pass reads a token's. The two differ where a prompt
-    holds embeddings; otherwise the pass is returned unchanged.
-
-    Args:
-        step: the draft pass. meta: of the target's pass.
-    """
-    if not meta.num_contexts or is_text(meta, inputs):
-        return step
-    mappings = []
-    for slots in step.slot_mappings:
-        rows = slots.view(step.num_seqs, -1).clone()
-        rows[: meta.num_contexts, 0] = -1
-        mappings.append(rows.flatten())
-    return replace(step, slot_mappings=tuple(mappings), derived={})
-
-
-def is_text(meta: AttentionMetadata, inputs: DraftInputs) -> bool:
-    """Whether rows of the target's pass have an embedding and one rotary position by their token
-    and their position alone."""
-    rotary = meta.rope_position_ids
-    return inputs.step.next_inputs_embeds is None and (rotary is None or rotary.dim() == 1)
 
 
 @cache

@@ -116,10 +116,10 @@ class DFlashWorker(OnePassWorker):
         state = markov.first_state(first)
         if not head.samples_from_anchor:
             _, state = markov(before, first, state)
-        for hidden, own in zip(proposing.split(batch), logits.split(batch), strict=True):
+        for hidden, unbiased in zip(proposing.split(batch), logits.split(batch), strict=True):
             bias, state = markov(before, hidden, state)
             depth = len(proposals)
-            before = self.propose(own + bias, head.d2t, sampler, rows.last_positions, depth)
+            before = self.propose(unbiased + bias, head.d2t, sampler, rows.last_positions, depth)
             proposals.append(before)
         return self.finish(meta, rows.last_positions, proposals)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..metadata.accepted_path import certain_rows
 from ..ops.step.rows import draft_step, finish_drafts, last_two_tokens
-from .base import SpecWorkerBase, keep_first_rows_of_contexts
-from .heads import draft_network
+from .base import SpecWorkerBase
+from .heads import draft_network, skip_kv_of_first_rows
 from .protocols import DraftInputs, LanguageModel
 
 
@@ -59,7 +59,7 @@ class DraftTargetWorker(SpecWorkerBase):
         for i in range(max(1, inputs.step.draft_len)):
             ids, step = draft_step(meta, tokens, positions, self.max_draft_len + 1, advance=i)
             if i == 0:
-                step = keep_first_rows_of_contexts(step, meta, inputs)
+                step = skip_kv_of_first_rows(step, meta, inputs)
             hidden = model(ids, step.position_ids, step)
             rows = step.rows_per_generation  # each request's last one proposes
             logits = model.compute_logits(hidden[rows - 1 :: rows])

@@ -31,9 +31,10 @@ from ..errors import ConfigError
 from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import draft_step, finish_drafts, gather_rows, shift_for_drafting
-from .base import SpecWorkerBase, is_text
+from .base import SpecWorkerBase
 from .heads import (
     draft_source,
+    has_text_alone,
     merged_embeds,
     nothing_drafted,
     one_layer,
@@ -53,7 +54,7 @@ class DraftChain:
     hidden: Tensor  # [B, H], feedback that the next pass reads
     proposals: tuple[Tensor, ...]  # each [B] int32
     sampler: DraftSampler | None = None
-    standing: AttentionMetadata | None = None  # of all passes, where positions do not advance
+    fixed_meta: AttentionMetadata | None = None  # of all passes, if positions do not advance
 
     def draft_tokens(self, max_draft_len: int) -> Tensor:
         """Returns the drafts [B, K] int32, -1 past the maximum length and where no pass ran."""
@@ -105,7 +106,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
 
     def first_pass(self, inputs: DraftInputs) -> DraftChain:
         """Runs pass 0, which reads the target's rows. The last accepted one proposes."""
-        model, meta, _ = draft_source(inputs)
+        model, meta, hidden_states = source = draft_source(inputs)
         if getattr(model, "mask_hidden", None) is not None:
             raise ConfigError(
                 "The head drafts in parallel and was not trained to read its own proposals: make "
@@ -123,7 +124,13 @@ class Eagle3OneModelWorker(SpecWorkerBase):
                 meta.rows_per_generation,
             )
         first = FirstRows(ids, rows, positions)
-        proposing, hidden, standing = self._read_first(inputs, first)
+        if not model.advances_positions:
+            (last,) = gather_rows(rows, hidden_states)
+            projected = model.project_target_hidden(last)
+            proposing, hidden, fixed_meta = _read_proposing_rows(model, meta, first, projected)
+        else:
+            proposing, hidden = _read_all_rows(inputs, source, first)
+            fixed_meta = None
         chain = DraftChain(
             model=model,
             meta=meta,
@@ -131,42 +138,15 @@ class Eagle3OneModelWorker(SpecWorkerBase):
             hidden=hidden,
             proposals=(),
             sampler=self.draft_sampler(inputs),
-            standing=standing,
+            fixed_meta=fixed_meta,
         )
         return self._propose(chain, proposing)
-
-    def _read_first(
-        self, inputs: DraftInputs, first: FirstRows
-    ) -> tuple[Tensor, Tensor, AttentionMetadata | None]:
-        """Runs the model at pass 0.
-
-        Returns:
-            (what `compute_logits` reads [B, H], the feedback [B, H], `DraftChain.standing`).
-        """
-        model, meta, hidden_states = draft_source(inputs)
-        if not model.advances_positions:
-            (last,) = gather_rows(first.proposing, hidden_states)
-            return _read_proposing_rows(model, meta, first, model.project_target_hidden(last))
-        projected = model.project_target_hidden(hidden_states)
-        head = one_layer(model)
-        if head is not None and meta.num_contexts and is_text(meta, inputs):
-            # Of a prompt one row proposes. The others leave keys and values behind, nothing else.
-            head.write_kv_of_projected(first.ids, meta.position_ids, projected, meta)
-            (projected,) = gather_rows(first.proposing, projected)
-            proposing, hidden, _ = _read_proposing_rows(model, meta, first, projected)
-        else:
-            embeds = merged_embeds(inputs)
-            out = both_outputs(
-                model(first.ids, meta.position_ids, projected, meta, step=0, **embeds)
-            )
-            proposing, hidden = gather_rows(first.proposing, *out)
-        return proposing, hidden, None
 
     def next_pass(self, chain: DraftChain) -> DraftChain:
         """Runs the next pass, one row per request: the last proposal with the last feedback."""
         passes = len(chain.proposals)
-        if chain.standing is not None:
-            ids, meta = chain.proposals[-1], chain.standing
+        if chain.fixed_meta is not None:
+            ids, meta = chain.proposals[-1], chain.fixed_meta
         else:
             # The row of pass 1 is at the last accepted token's position, and reads the token after.
             ids, meta = draft_step(
@@ -176,10 +156,10 @@ class Eagle3OneModelWorker(SpecWorkerBase):
                 self.max_draft_len,
                 advance=passes - 1,
             )
-        out, fed_on = both_outputs(
+        out, feedback = both_outputs(
             chain.model(ids, meta.position_ids, chain.hidden, meta, step=passes)
         )
-        return self._propose(replace(chain, hidden=fed_on), out)
+        return self._propose(replace(chain, hidden=feedback), out)
 
     def _propose(self, chain: DraftChain, hidden: Tensor) -> DraftChain:
         """Returns the chain with one more proposal, from hidden [B, H]."""
@@ -187,6 +167,29 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         logits = chain.model.compute_logits(hidden, depth)
         proposal = self.propose(logits, chain.model.d2t, chain.sampler, chain.positions, depth)
         return replace(chain, proposals=(*chain.proposals, proposal))
+
+
+def _read_all_rows(
+    inputs: DraftInputs, source: tuple[DraftModel, AttentionMetadata, Tensor], first: FirstRows
+) -> tuple[Tensor, Tensor]:
+    """Runs pass 0 over all rows of the target's pass.
+
+    Returns:
+        (what `compute_logits` reads, the feedback), both [B, H], of the rows that propose.
+    """
+    model, meta, hidden_states = source
+    projected = model.project_target_hidden(hidden_states)
+    head = one_layer(model)
+    if head is not None and meta.num_contexts and has_text_alone(meta, inputs):
+        # Of a prompt one row proposes. The others leave keys and values behind, nothing else.
+        head.write_kv_of_projected(first.ids, meta.position_ids, projected, meta)
+        (projected,) = gather_rows(first.proposing, projected)
+        proposing, feedback, _ = _read_proposing_rows(model, meta, first, projected)
+        return proposing, feedback
+    embeds = merged_embeds(inputs)
+    out = both_outputs(model(first.ids, meta.position_ids, projected, meta, step=0, **embeds))
+    proposing, feedback = gather_rows(first.proposing, *out)
+    return proposing, feedback
 
 
 def _read_proposing_rows(
@@ -201,5 +204,5 @@ def _read_proposing_rows(
         (what `compute_logits` reads [B, H], the feedback [B, H], the rows' metadata).
     """
     tokens, positions = first.ids[first.proposing][:, None], first.positions[:, None]
-    ids, own = draft_step(meta, tokens, positions, 0, advance=-1)
-    return *both_outputs(model(ids, own.position_ids, projected, own, step=0)), own
+    ids, step = draft_step(meta, tokens, positions, 0, advance=-1)
+    return *both_outputs(model(ids, step.position_ids, projected, step, step=0)), step

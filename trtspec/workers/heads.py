@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -109,3 +110,32 @@ def shifted_input_ids(
         **last_rows,
     ).to(torch.int64)
     return torch.cat([ids, following]) if meta.num_generations else ids
+
+
+def skip_kv_of_first_rows(
+    step: AttentionMetadata, meta: AttentionMetadata, inputs: DraftInputs
+) -> AttentionMetadata:
+    """Returns the draft pass without the KV writes of each context's first row.
+
+    That row is the prompt's last one, which the drafter has read already. It read the row's
+    embedding and rotary position, while this pass reads a token's. The two differ where a prompt
+    holds embeddings; otherwise the pass is returned unchanged.
+
+    Args:
+        step: the draft pass. meta: of the target's pass.
+    """
+    if not meta.num_contexts or has_text_alone(meta, inputs):
+        return step
+    mappings = []
+    for slots in step.slot_mappings:
+        rows = slots.view(step.num_seqs, -1).clone()
+        rows[: meta.num_contexts, 0] = -1
+        mappings.append(rows.flatten())
+    return replace(step, slot_mappings=tuple(mappings), derived={})
+
+
+def has_text_alone(meta: AttentionMetadata, inputs: DraftInputs) -> bool:
+    """Whether rows of the target's pass have an embedding and one rotary position by their token
+    and their position alone."""
+    rotary = meta.rope_position_ids
+    return inputs.step.next_inputs_embeds is None and (rotary is None or rotary.dim() == 1)

@@ -28,8 +28,14 @@ from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import MaskedRows, draft_step, gather_rows, masked_rows
 from ..utils import renamed
-from .base import keep_first_rows_of_contexts
-from .heads import draft_network, draft_source, merged_embeds, one_layer, shifted_input_ids
+from .heads import (
+    draft_network,
+    draft_source,
+    merged_embeds,
+    one_layer,
+    shifted_input_ids,
+    skip_kv_of_first_rows,
+)
 from .one_pass import OnePassWorker
 from .protocols import DraftInputs, LanguageModel, MaskedDraftModel, both_outputs
 
@@ -72,7 +78,7 @@ class MaskedWorker(OnePassWorker):
         # A context's rows lie past its prompt's end, and max_kv_len may end there.
         ids, step = draft_step(meta, rows.tokens, rows.positions, extra_kv=num_rows)
         if self.first_row_offset == 0:
-            step = keep_first_rows_of_contexts(step, meta, inputs)
+            step = skip_kv_of_first_rows(step, meta, inputs)
         return rows, ids, step
 
 

@@ -78,13 +78,10 @@ class MTPWorker(SpecWorkerBase):
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         model, meta, hidden_states = draft_source(inputs)
-        step_context, slots = inputs.step, inputs.step.slot_ids
-        window_hidden, window_tokens = (
-            step_context.state["window_hidden"],
-            step_context.state["window_tokens"],
-        )
-        reread = step_context.reread_embeds
-        if self.window and reread is None and step_context.next_inputs_embeds is not None:
+        step = inputs.step
+        slots, reread = step.slot_ids, step.reread_embeds
+        window_hidden, window_tokens = step.state["window_hidden"], step.state["window_tokens"]
+        if self.window and reread is None and step.next_inputs_embeds is not None:
             raise ConfigError(
                 "MTPWorker computes K-1 rows before each context again: for prompts that hold "
                 "embeddings set spec_metadata.reread_embeds too."
@@ -99,18 +96,16 @@ class MTPWorker(SpecWorkerBase):
         positions = inputs.path.next_positions(rows.metadata.position_ids[rows.certain])
         proposals: list[Tensor] = []
         sampler = self.draft_sampler(inputs)
-        embeds_of_depths = (
-            (step_context.next_inputs_embeds,) if reread is None else reread.of_depths
-        )
-        for step in range(self.max_draft_len):  # every depth, so that none lacks KV later
-            embeds = embeds_of_depths[step] if step < len(embeds_of_depths) else None
+        embeds_of_depths = (step.next_inputs_embeds,) if reread is None else reread.of_depths
+        for depth in range(self.max_draft_len):  # every depth, so that none lacks KV later
+            embeds = embeds_of_depths[depth] if depth < len(embeds_of_depths) else None
             merged = {} if embeds is None else {"inputs_embeds": embeds}
             out, hidden = both_outputs(
-                model(ids, rows.metadata.position_ids, hidden, rows.metadata, step, **merged)
+                model(ids, rows.metadata.position_ids, hidden, rows.metadata, depth, **merged)
             )
-            if step < step_context.draft_len:
-                logits = model.compute_logits(out[last], step)
-                proposal = self.propose(logits, model.d2t, sampler, positions, step)
+            if depth < step.draft_len:
+                logits = model.compute_logits(out[last], depth)
+                proposal = self.propose(logits, model.d2t, sampler, positions, depth)
             else:  # what deeper rows compute from token 0 is computed again in the next step
                 proposal = torch.zeros_like(inputs.num_accepted_tokens)
             proposals.append(proposal)
@@ -139,18 +134,18 @@ class _Rows:
         self.order: Tensor | None = None  # row here -> row of [windows of all, rows of the pass]
         zeros = (0,) * meta.num_contexts
         starts, computed_from = meta.context_starts or zeros, meta.context_firsts or zeros
-        per_context = [
+        window_lens = [  # of the contexts
             min(window, start - first) for start, first in zip(starts, computed_from, strict=True)
         ]
         if meta.num_contexts:
-            order, certain, firsts = _mixed_rows(meta, window, per_context)
+            order, certain, firsts = _mixed_rows(meta, window, window_lens)
             self.order = to_device(torch.tensor(order, dtype=torch.int64), device)
             self.certain = to_device(torch.tensor(certain, dtype=torch.int64), device)  # [B]
             first_rows = to_device(torch.tensor(firsts, dtype=torch.int64), device)
         else:  # arange on the device: nothing to send
             seqs = torch.arange(meta.num_seqs, device=device)
             self.certain, first_rows = seqs * (window + self.rows) + window, seqs * self.rows
-        self.metadata = self._metadata(meta, window, first_rows, per_context, rope_positions)
+        self.metadata = self._metadata(meta, window, first_rows, window_lens, rope_positions)
 
     def join(self, windows: Tensor, pass_rows: Tensor) -> Tensor:
         """Puts windows [B, W, …] in front of each request's rows of the pass [T, …]."""
@@ -165,7 +160,7 @@ class _Rows:
         meta: AttentionMetadata,
         window: int,
         firsts: Tensor,
-        per_context: list[int],
+        window_lens: list[int],
         rope_positions: Tensor | None,
     ) -> AttentionMetadata:
         before = torch.arange(-window, 0, device=firsts.device)
@@ -178,14 +173,11 @@ class _Rows:
                 meta.block_tables, meta.kv_groups, meta.slot_mappings, strict=True
             )
         )
-        contexts = meta.num_contexts
+        starts = meta.context_starts or (0,) * meta.num_contexts
         return replace(
             meta,
-            context_lens=tuple(n + w for n, w in zip(meta.context_lens, per_context, strict=True)),
-            context_starts=tuple(
-                s - w
-                for s, w in zip(meta.context_starts or (0,) * contexts, per_context, strict=True)
-            ),
+            context_lens=tuple(n + w for n, w in zip(meta.context_lens, window_lens, strict=True)),
+            context_starts=tuple(s - w for s, w in zip(starts, window_lens, strict=True)),
             rows_per_generation=meta.rows_per_generation + window,
             position_ids=self.join(positions, meta.position_ids),
             rope_position_ids=self._rope_positions(meta, positions, rope_positions),
@@ -211,14 +203,14 @@ class _Rows:
 
 
 def _mixed_rows(
-    meta: AttentionMetadata, window: int, per_context: list[int]
+    meta: AttentionMetadata, window: int, window_lens: list[int]
 ) -> tuple[list[int], list[int], list[int]]:
     """Returns the order of rows of contexts and generations together.
 
     Also returns the certain row of each request in it, and the first row of each request in the
     target's pass.
     """
-    window_rows = per_context + [window] * meta.num_generations
+    window_rows = window_lens + [window] * meta.num_generations
     pass_rows = [*meta.context_lens, *[meta.rows_per_generation] * meta.num_generations]
     starts = list(accumulate(pass_rows, initial=0))
     order: list[int] = []
