@@ -114,6 +114,10 @@ class EngineShape:
     max_verified_drafts: int | None = None  # of all requests in a step; None: all drafts are
     attention_dp_size: int = 1  # ranks that keep keys and values of different requests
 
+    def of_all_ranks(self, count: int) -> list[int] | None:
+        """Returns one count for each such rank: all run the same pass. None: there is one."""
+        return [count] * self.attention_dp_size if self.attention_dp_size > 1 else None
+
 
 def build_inputs(
     batch: ScheduledBatch,
@@ -279,16 +283,8 @@ def assemble(
         num_layers=engine.num_layers,
         num_generations=inputs.num_generations,
         num_tokens=step.position_ids.shape[0],
-        all_rank_num_seqs=(
-            [len(inputs.request_ids)] * engine.attention_dp_size
-            if engine.attention_dp_size > 1
-            else None
-        ),
-        all_rank_num_tokens=(
-            [step.position_ids.shape[0]] * engine.attention_dp_size
-            if engine.attention_dp_size > 1
-            else None
-        ),
+        all_rank_num_seqs=engine.of_all_ranks(len(inputs.request_ids)),
+        all_rank_num_tokens=engine.of_all_ranks(step.position_ids.shape[0]),
         request_ids=inputs.request_ids,
         seq_lens=[*prompts.lens, *([rows] * inputs.num_generations)],
         draft_tokens=drafts,

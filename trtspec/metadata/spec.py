@@ -209,7 +209,11 @@ class SpecMetadata:
 
     @contextmanager
     def step(
-        self, sizes: StepSizes, max_draft_len: int, device: torch.device
+        self,
+        sizes: StepSizes,
+        max_draft_len: int,
+        device: torch.device,
+        next_positions: Tensor | None = None,
     ) -> Iterator[StepContext]:
         """Converts this metadata to what a worker reads, and yields it.
 
@@ -218,16 +222,19 @@ class SpecMetadata:
 
         Args:
             max_draft_len, device: the worker's K, and where its logits are.
+            next_positions: [R] int64, which key the noise of rows without `positions`. None: as in
+                the step around this one.
         """
-        outer, rows = self._step, self._rows
-        step = outer
-        if step is None or step.sizes != sizes:
-            step = StepContext.of(self, sizes, max_draft_len, device)
-            self._step, self._rows = step, step.sampling if step.has_sampling else None
+        before = self._step, self._rows, self._next_positions
         try:
-            yield step
+            if next_positions is not None:
+                self._next_positions = next_positions
+            if self._step is None or self._step.sizes != sizes:
+                self._step = step = StepContext.of(self, sizes, max_draft_len, device)
+                self._rows = step.sampling if step.has_sampling else None
+            yield self._step
         finally:
-            self._step, self._rows = outer, rows
+            self._step, self._rows, self._next_positions = before
 
     @contextmanager
     def rows_of_step(
@@ -243,15 +250,6 @@ class SpecMetadata:
             yield
         finally:
             self._rows = outer
-
-    @contextmanager
-    def keyed_by(self, next_positions: Tensor | None) -> Iterator[None]:
-        """Keys the noise of rows without `positions` by these [R] int64 until it exits."""
-        self._next_positions = next_positions
-        try:
-            yield
-        finally:
-            self._next_positions = None
 
     def sampling_of_step(self, sizes: StepSizes) -> SamplingMetadata | None:
         """Returns the sampling parameters of a step's rows. What is missing is drawn anew."""

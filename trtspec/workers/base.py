@@ -288,10 +288,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames):
         positions = next_positions(position_ids, attn_metadata, spec_metadata)
         self._memory_sizes = spec_metadata.slot_capacity, logits.shape[-1]
         self._probabilities = ()
-        with (
-            spec_metadata.keyed_by(positions),
-            spec_metadata.step(sizes, self.max_draft_len, logits.device) as step,
-        ):
+        with spec_metadata.step(sizes, self.max_draft_len, logits.device, positions) as step:
             looked_up = () if self.lookup is None else self.lookup.state_names
             step.require((*self.state_names, *looked_up))
             accepted, lens = self.sample_and_accept_draft_tokens(
