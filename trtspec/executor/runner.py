@@ -28,7 +28,7 @@ from ..utils import rows_to_tensor
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftModel, EndedText, LanguageModel
 from .admission import end_ids
-from .context_inputs import ContextInputs, deal_out
+from .context_inputs import deal_out
 from .device_step import DeviceStep, PartialLaunch
 from .graphs import CudaGraphs
 from .guided_masks import GuidedMasks
@@ -204,13 +204,15 @@ class StepRunner:
         it alone."""
         if not batch:
             return []
-        passes = self._passes_over(batch.contexts) if batch.contexts else []
-        if not passes or self.graphs is None:
+        graphs, passes = self._graphs_for(batch.contexts), []
+        if graphs is not None and batch.contexts:
+            passes = deal_out(batch.contexts, graphs.shape_for, graphs.most_worth)
+        if graphs is None or not passes:
             return [batch]
         parts = [ScheduledBatch(chunks, []) for chunks in passes]
         if not batch.generations:
             return parts
-        if self.graphs.bucket(len(batch.generations)) is None:
+        if graphs.bucket(len(batch.generations)) is None:
             return [batch]
         return [replace(batch, contexts=[]), *parts]
 
@@ -254,34 +256,25 @@ class StepRunner:
 
     def _replay(self, plan: StepPlan) -> PartialLaunch | None:
         """Replays the step. Returns None if no graph holds it."""
-        if self.graphs is None or not self._can_replay:
+        chunks = plan.batch.contexts
+        graphs = self._graphs_for(chunks)
+        if graphs is None:
             return None
-        if not plan.batch.contexts:
-            return self.graphs.run(plan)
-        if plan.batch.generations:
-            return None
-        shape = self._shape_for(plan.batch.contexts)
+        if not chunks:
+            return graphs.run(plan)
+        shape = None if plan.batch.generations else graphs.shape_for(chunks)
         if shape is None:
             return None
         plan.finish_before()
-        return self.graphs.run_contexts(shape, plan)
+        return graphs.run_contexts(shape, plan)
 
-    def _shape_for(self, chunks: list[ContextChunk]) -> ContextInputs | None:
-        """Returns the graphs' inputs for these parts of prompts, if a graph serves them."""
-        if self.graphs is None or not self._has_graph_for(chunks):
-            return None
-        return self.graphs.shape_for(chunks)
+    def _graphs_for(self, chunks: list[ContextChunk]) -> CudaGraphs | None:
+        """Returns the graphs, unless none may serve a step with these parts of prompts.
 
-    def _passes_over(self, chunks: list[ContextChunk]) -> list[list[ContextChunk]]:
-        """Deals parts of prompts out to passes that have graphs; none if they have none."""
-        if self.graphs is None or not self._has_graph_for(chunks):
-            return []
-        return deal_out(chunks, self.graphs.shape_for, self.graphs.most_worth)
-
-    def _has_graph_for(self, chunks: list[ContextChunk]) -> bool:
-        """Whether a graph may serve these, if it is large enough."""
+        A guided decoder is host code, which no replay would run.
+        """
         is_plain = all(c.request.embeds is None and not c.num_prompt_logprobs for c in chunks)
-        return self._can_replay and is_plain
+        return self.graphs if is_plain and self.step.worker.guided_decoder is None else None
 
     def with_missed(self, plan: StepPlan) -> StepPlan:
         """Returns the plan with what the head does beside it: nothing, or what it missed before.
@@ -296,11 +289,6 @@ class StepRunner:
         leaves = not (batch.contexts or plan.num_drafts or plan.draft_len)
         reads = most > 0 and (not leaves or most >= CAPACITY)
         return plan._replace(reads_missed=reads, leaves_head=leaves)
-
-    @property
-    def _can_replay(self) -> bool:
-        """Whether graphs serve at all. A guided decoder is host code, which no replay would run."""
-        return self.step.worker.guided_decoder is None
 
     def waiting(self) -> AbstractContextManager[None]:
         """Returns the context in which the host waits for results of `run`."""
