@@ -161,7 +161,7 @@ def _auto(captured: Captured, way: str, capture: float, folder: Path) -> AutoDra
                 costs.set(StepShape(size, not kind), k, seconds)
 
     class Simulation(Launches):
-        tries_unknown, price = False, capture
+        tries_unknown, capture_cost = False, capture
 
         def size_of(self, count: int) -> int:
             return bucket_of(count)

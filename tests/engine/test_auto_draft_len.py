@@ -355,7 +355,7 @@ def test_a_rest_that_hardly_pays_is_tried_sooner(monkeypatch: pytest.MonkeyPatch
 class Captures(OneByOne):
     """Graphs that are captured when they are first launched, which takes half a second."""
 
-    tries_unknown, price = False, 0.5
+    tries_unknown, capture_cost = False, 0.5
 
     def __init__(self, captured: set[int]):
         self.captured = captured
@@ -623,9 +623,9 @@ def test_a_graph_without_memory_is_captured_no_more(caplog: pytest.LogCaptureFix
     batch = ScheduledBatch([], [SimpleNamespace(sampling_params=params)] * 3)  # type: ignore[list-item]
     graphs._graphs = {key._replace(num_drafts=1, draft_len=1): None}
     assert graphs.ready(batch, [0, 1, 2, 3]) == [1, 2, 3], "captured, or lost"
-    assert graphs.price == pytest.approx(0.05)
+    assert graphs.capture_cost == pytest.approx(0.05)
     graphs.capture_seconds = [9.0, *[0.1] * 9]
-    assert graphs.price == 0.1
+    assert graphs.capture_cost == 0.1
 
 
 # -- times -------------------------------------------------------------------------------------

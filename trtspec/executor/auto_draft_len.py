@@ -83,7 +83,7 @@ class Launches:
         return lengths
 
     @property
-    def price(self) -> float:
+    def capture_cost(self) -> float:
         """The seconds that a capture takes."""
         return 0.0
 
@@ -300,7 +300,7 @@ class AutoDraftLen(DraftLen):
         fastest, sought = self._fastest(shape, ready), self._fastest(shape, missing)
         speed = self._speeds(shape, (fastest, sought))
         if speed[sought] > BETTER * speed[fastest]:
-            if self._owed.get(shape, 0.0) >= self.launches.price:
+            if self._owed.get(shape, 0.0) >= self.launches.capture_cost:
                 return tuple(sorted([*ready, sought])), sought
             seconds = self.costs.of(shape, [fastest], self._context)[fastest]
             self._loss = seconds * (1 - speed[fastest] / speed[sought])

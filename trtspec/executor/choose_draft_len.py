@@ -71,9 +71,9 @@ class _GraphLaunches(Launches):
         return lengths if graphs is None else graphs.ready(batch, lengths)
 
     @property
-    def price(self) -> float:
+    def capture_cost(self) -> float:
         graphs = self._runner.graphs
-        return 0.0 if graphs is None else graphs.price
+        return 0.0 if graphs is None else graphs.capture_cost
 
 
 def _capture(graphs: CudaGraphs, auto: AutoDraftLen) -> None:

@@ -39,6 +39,7 @@ from .request import ContextChunk, ScheduledBatch, StepPlan
 logger = logging.getLogger(__name__)
 
 SECONDS_OF_CAPTURE = 0.05  # before any was timed
+TIMINGS = 2  # of a step, of which the least counts
 IN_A_ROW = 4  # steps that are timed together: so the host's launches are hidden, as in use
 
 
@@ -142,8 +143,7 @@ class CudaGraphs:
         if rows is not None:
             self.inputs.send(rows)
         for key in keys[1:]:
-            for graph, _ in self._graphs[key].parts:
-                graph.replay()
+            self._replay_whole(key)
         return self._replay(keys[0], len(requests), plan.reach)
 
     def _is_there(self, key: GraphKey) -> bool:
@@ -183,7 +183,7 @@ class CudaGraphs:
         return [k for k in lengths if keys[k] in self._graphs or keys[k] in self._lost]
 
     @property
-    def price(self) -> float:
+    def capture_cost(self) -> float:
         """The seconds that a capture takes, going by the latest ones."""
         return median(self.capture_seconds[-9:]) if self.capture_seconds else SECONDS_OF_CAPTURE
 
@@ -220,7 +220,7 @@ class CudaGraphs:
         key, seconds = _key_of_contexts(plan, inputs), self._seconds_of_pass(found, plan)
         padding = seconds * (1 - inputs.num_tokens / found.num_tokens)
         self._padding[key] = self._padding.get(key, 0.0) + padding
-        return found if self._padding[key] < self.price else None
+        return found if self._padding[key] < self.capture_cost else None
 
     def _seconds_of_pass(self, inputs: ContextInputs, plan: StepPlan) -> float:
         """Returns what a captured pass takes, all of it padding. It is timed once, and the host
@@ -228,15 +228,16 @@ class CudaGraphs:
         key = _key_of_contexts(plan, inputs)
         if key not in self._seconds:
             inputs.fill([])
-            self._replay_inert(key)
+            self._replay_whole(key)
             torch.cuda.synchronize(self.device)
             began = time.perf_counter()
-            self._replay_inert(key)
+            self._replay_whole(key)
             torch.cuda.synchronize(self.device)
             self._seconds[key] = time.perf_counter() - began
         return self._seconds[key]
 
-    def _replay_inert(self, key: GraphKey) -> None:
+    def _replay_whole(self, key: GraphKey) -> None:
+        """Replays a graph that has no part of the host's."""
         for graph, _ in self._graphs[key].parts:
             graph.replay()
 
@@ -305,10 +306,10 @@ class CudaGraphs:
             self._is_there(_key_of_missed(size))
 
     def replay_seconds(
-        self, size: int, draft_len: int, *, all_greedy: bool, context: int, repeat: int = 2
+        self, size: int, draft_len: int, *, all_greedy: bool, context: int
     ) -> float | None:
         """Returns the seconds of a step that verifies and proposes K drafts, behind `context`
-        tokens: the least of `repeat` times.
+        tokens.
 
         All rows are inert, and each reads blocks of its own, as far as there are enough: keys of
         one block would all be in the L2 cache. So no request may have blocks, and none is cached.
@@ -323,12 +324,12 @@ class CudaGraphs:
         tables = self.inputs.spread(size, num_tokens)
         past_lens = self.step.state.past_lens[-1:]  # the scratch slot's; a step clears it
         times = []
-        for _ in range(repeat):
+        for _ in range(TIMINGS):
             torch.cuda.synchronize(self.device)
             began = time.perf_counter()
             for _ in range(IN_A_ROW):
                 past_lens.fill_(context)
-                self._replay_inert(key)
+                self._replay_whole(key)
             torch.cuda.synchronize(self.device)
             times.append((time.perf_counter() - began) / IN_A_ROW)
         first = max(0, context - page) // page  # of each row's blocks that were written to

@@ -327,9 +327,7 @@ class PyExecutor:
         launched_at = time.perf_counter()
         keep_in_flight = len(parts) if self.overlap else 0
         while len(self._pending) > keep_in_flight:
-            read.append(self._pending[0])
-            self._read(read[-1])
-            self._pending.popleft()
+            read.append(self._read_oldest())
         self.book.flush_when_idle()
         if self.worker.remembers_texts and (texts := self.book.ended_texts()):
             self.runner.remember(texts)
@@ -362,7 +360,7 @@ class PyExecutor:
     def _schedule(self) -> ScheduledBatch:
         scheduler = self.scheduler
         while True:
-            scheduler.most_drafts = self._draft_len.bound(scheduler.next_ones)
+            scheduler.most_drafts = self._draft_len.bound(scheduler.next_waiting)
             scheduler.may_rest = self._draft_len.may_rest
             batch, victims = scheduler.schedule()
             if not victims:
@@ -370,8 +368,7 @@ class PyExecutor:
                 return batch
             if self._pending:  # read first: that may free blocks, and adds the victims' tokens
                 while self._pending:
-                    self._read(self._pending[0])
-                    self._pending.popleft()
+                    self._read_oldest()
                 continue
             for victim in victims:
                 self.statistics.num_preemptions += 1
@@ -485,6 +482,12 @@ class PyExecutor:
         )
 
     # -- read ----------------------------------------------------------------------------------
+    def _read_oldest(self) -> LaunchedStep:
+        launched = self._pending[0]
+        self._read(launched)
+        self._pending.popleft()  # last: until then `_start_over` knows of it
+        return launched
+
     def _read(self, launched: LaunchedStep) -> None:
         with self.runner.waiting():
             results = self.reader.read(launched)

@@ -27,22 +27,22 @@ class Scheduler:
         kv_cache: KVCacheManager,
         max_draft_len: int,
         extra_kv: int,
-        rewritten: int = 0,
-        extra_kv_at_rest: int | None = None,
+        rewritten: int,
+        extra_kv_at_rest: int,
     ):
         self.config, self.kv_cache = config, kv_cache
         self.rows = max_draft_len + 1  # KV rows a verification pass writes
         self.extra_kv = extra_kv  # KV rows drafting writes past those
-        self.extra_kv_at_rest = extra_kv if extra_kv_at_rest is None else extra_kv_at_rest
+        self.extra_kv_at_rest = extra_kv_at_rest  # the same of a step that drafts nothing
         self.most_drafts = max_draft_len
         """What the next step verifies or proposes at most; `schedule` may lower it to 0."""
         self.may_rest: Callable[[Iterable[Request]], bool] = lambda waiting: False
-        """Whether it may, beside `next_ones`, which may start."""
+        """Whether it may, beside `next_waiting`, which may start."""
         self.rewritten = rewritten  # KV rows drafting writes again, before those
         self.has_windows = any(window is not None for window in kv_cache.windows)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.unused = 0
+        self.idle_slot_steps = 0
         """Steps of slots that were free for a waiting request since prompts last started."""
         self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
         self._last = ScheduledBatch([], [])
@@ -60,7 +60,7 @@ class Scheduler:
         return self.most_drafts + 1 + extra
 
     @property
-    def next_ones(self) -> Iterable[Request]:
+    def next_waiting(self) -> Iterable[Request]:
         """Returns the requests that the next step may start."""
         return islice(self.waiting, self.config.max_batch_size)
 
@@ -72,7 +72,7 @@ class Scheduler:
         """
         if self.has_windows:
             self._release_behind_windows()
-        self.unused += min(len(self._free_slots), len(self.waiting))
+        self.idle_slot_steps += min(len(self._free_slots), len(self.waiting))
         started = [
             r for r in self.running
             if r.state is RequestState.CONTEXT and r.num_computed < r.num_context_tokens
@@ -80,13 +80,13 @@ class Scheduler:
         may_start = bool(self.waiting) and self._may_start()
         if started or may_start:
             self._trim_all()
-        aside = self._set_aside(started, may_start)
-        generations, budget = self._schedule_generations(aside)
+        for_prompts = self._tokens_for_prompts(started, may_start)
+        generations, budget = self._schedule_generations(for_prompts)
         short = self._reserve_all(generations)
         if short:
             self._trim_all()
             short = self._reserve_all(generations)
-        if short and self.most_drafts and self.may_rest(self.next_ones):  # rather than preempt
+        if short and self.most_drafts and self.may_rest(self.next_waiting):  # rather than preempt
             self.most_drafts = 0
             self._trim_all()
             short = self._reserve_all(generations)
@@ -115,10 +115,10 @@ class Scheduler:
                 request.request_id, past - self.rewritten, request.num_computed
             )
 
-    def _schedule_generations(self, aside: int) -> tuple[list[Request], int]:
+    def _schedule_generations(self, for_prompts: int) -> tuple[list[Request], int]:
         """Returns generation requests within the token budget, and what is left of it.
 
-        `aside` tokens of the budget are for the next prompt.
+        `for_prompts` tokens of the budget are left to the next prompt.
         """
         budget, rows = self.config.max_num_tokens, self.most_drafts + 1
         ready = [
@@ -126,10 +126,10 @@ class Scheduler:
             for request in self.running
             if request.is_generation and not request.ends_with_what_is_in_flight
         ]
-        chosen = ready[: max(0, budget - aside) // rows]
+        chosen = ready[: max(0, budget - for_prompts) // rows]
         return chosen, budget - rows * len(chosen)
 
-    def _set_aside(self, started: list[Request], may_start: bool) -> int:
+    def _tokens_for_prompts(self, started: list[Request], may_start: bool) -> int:
         """Returns the tokens that generations must leave to the next prompt.
 
         Without chunking that is all of the prompt; with it, all of an image that is next. 0: any
@@ -171,7 +171,7 @@ class Scheduler:
         generating = sum(r.state is RequestState.GENERATION for r in self.running)
         if not generating or self.config.prefill_batch_size != "auto":
             return free >= (self._least_free if generating else 1)
-        return free >= len(self.waiting) or self.unused >= generating
+        return free >= len(self.waiting) or self.idle_slot_steps >= generating
 
     @property
     def _least_free(self) -> int:
@@ -210,15 +210,15 @@ class Scheduler:
         wait for it."""
         chunks: list[ContextChunk] = []
         later: list[Request] = []
-        coming: set[bytes] = set()  # keys of blocks that running prompts are about to compute
+        computing: set[bytes] = set()  # keys of blocks that running prompts compute
         for request in self.running if self.waiting else []:
             if request.state is RequestState.CONTEXT:
-                coming.update(self._keys_to_come(request))
+                computing.update(self._keys_to_publish(request))
         while self.waiting and len(self._free_slots) > len(later) and budget > 0:
             request = self.waiting[0]
             hit = self._find(request)
             may_wait = len(self._free_slots) >= self._least_free  # else it would wait for long
-            if may_wait and self._is_coming(request, hit, coming):
+            if may_wait and self._is_being_computed(request, hit, computing):
                 later.append(self.waiting.popleft())
                 continue
             chunk = self._start(request, hit, budget)
@@ -228,8 +228,8 @@ class Scheduler:
             self.running.append(request)
             request.state, request.slot = RequestState.CONTEXT, self._free_slots.pop()
             chunks.append(chunk)
-            self.unused = 0
-            coming.update(self._keys_to_come(request))
+            self.idle_slot_steps = 0
+            computing.update(self._keys_to_publish(request))
             budget -= chunk.end - chunk.start
         self.waiting.extendleft(reversed(later))
         self.kv_cache.make_copies()
@@ -276,18 +276,18 @@ class Scheduler:
         limit = request.num_context_tokens - max(1, self.rewritten)
         return cache.find(Sought(chain, request.tokens_between, limit, request.cut_before_image))
 
-    def _is_coming(self, request: Request, hit: PrefixHit, coming: set[bytes]) -> bool:
+    def _is_being_computed(self, request: Request, hit: PrefixHit, computing: set[bytes]) -> bool:
         """Whether running prompts are about to compute half or more of what the request lacks."""
         assert request.prefix is not None
         if request.lacks_prompt_logprobs:  # it takes nothing over
             return False
         keys, end = request.prefix.keys, hit.num_blocks
-        while end < len(keys) and keys[end] in coming:
+        while end < len(keys) and keys[end] in computing:
             end += 1
         gained = end * self.kv_cache.page_size - hit.num_tokens
         return gained > 0 and 2 * gained >= request.num_context_tokens - hit.num_tokens
 
-    def _keys_to_come(self, request: Request) -> list[bytes]:
+    def _keys_to_publish(self, request: Request) -> list[bytes]:
         """Returns the keys of the request's blocks that it will publish."""
         chain = request.prefix
         if chain is None or not self.kv_cache.is_current(chain):
