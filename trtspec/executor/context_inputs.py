@@ -84,7 +84,7 @@ def deal_out(
     """
     if shape_for(chunks) is not None:
         return [list(chunks)]
-    if sum(chunk.end - chunk.start for chunk in chunks) > most_worth:
+    if sum(chunk.num_tokens for chunk in chunks) > most_worth:
         return []
     passes: list[list[ContextChunk]] = []
     for piece in _cut(chunks, shape_for):
@@ -111,7 +111,7 @@ def _longest_piece(chunk: ContextChunk, shape_for: ShapeFor) -> int:
     def has_none(count: int) -> bool:
         return shape_for([replace(chunk, end=chunk.start + count)]) is None
 
-    return bisect_left(range(1, chunk.end - chunk.start), True, key=has_none)
+    return bisect_left(range(1, chunk.num_tokens), True, key=has_none)
 
 
 class ContextInputs:
@@ -137,7 +137,7 @@ class ContextInputs:
         self.fill([])
 
     def holds(self, chunks: Sequence[ContextChunk]) -> bool:
-        tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        tokens = sum(chunk.num_tokens for chunk in chunks)
         return tokens <= self.num_tokens and len(chunks) <= self.num_contexts
 
     def fill(self, chunks: Sequence[ContextChunk]) -> None:
@@ -157,7 +157,7 @@ class ContextInputs:
         following.fill(-1)
         start = 0
         for i, chunk in enumerate(chunks):
-            end = start + chunk.end - chunk.start
+            end = start + chunk.num_tokens
             ids[start:end] = chunk.token_ids
             positions[start:end] = np.arange(chunk.start, chunk.end)
             rows[start:end] = i

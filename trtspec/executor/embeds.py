@@ -191,7 +191,7 @@ def reread_embeds(
 
 def image_rows(chunks: Sequence[ContextChunk]) -> tuple[ImageRows, ...]:
     """Returns the images that attend in both directions. A chunk has all of one, or none of it."""
-    firsts = accumulate((chunk.end - chunk.start for chunk in chunks), initial=0)
+    firsts = accumulate((chunk.num_tokens for chunk in chunks), initial=0)
     return tuple(
         ImageRows(i, first + start - chunk.start, end - start, position=start)
         for i, (chunk, first) in enumerate(zip(chunks, firsts, strict=False))

@@ -165,7 +165,7 @@ def _prompt_rows(chunks: list[ContextChunk], device: torch.device) -> PromptRows
             rows += range(first, first + count)
             tokens += chunk.next_prompt_ids(count)
             num_top = max(num_top, chunk.request.sampling_params.prompt_logprobs or 0)
-        first += chunk.end - chunk.start
+        first += chunk.num_tokens
     if not rows:
         return None
     return PromptRows(
@@ -178,7 +178,7 @@ def _prompt_rows(chunks: list[ContextChunk], device: torch.device) -> PromptRows
 def _context_rows(
     chunks: list[ContextChunk], num_rewritten: int, device: torch.device
 ) -> ContextRows:
-    lens = tuple(chunk.end - chunk.start for chunk in chunks)
+    lens = tuple(chunk.num_tokens for chunk in chunks)
 
     def ints(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return rows_to_tensor(values, dtype, device)

@@ -183,6 +183,10 @@ class ContextChunk:
     end: int
 
     @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
     def is_first(self) -> bool:
         return self.start == self.request.num_reused
 

@@ -268,7 +268,7 @@ def _hidden_rows(launched: LaunchedStep) -> Sequence[HiddenRows | None]:
     batch, states = launched.batch, launched.results.hidden_states
     if states is None:
         return [None] * len(batch.requests)
-    spans = [(chunk.start, chunk.end - chunk.start) for chunk in batch.contexts]
+    spans = [(chunk.start, chunk.num_tokens) for chunk in batch.contexts]
     spans += [(request.num_tokens - 1, 1) for request in batch.generations]
     ends = accumulate(count for _, count in spans)
     return [

@@ -94,7 +94,7 @@ class Scheduler:
             return ScheduledBatch([], []), self._youngest_beside(short[0])
         contexts = self._chunks_of(started, budget)
         if may_start and len(contexts) == len(started):
-            contexts += self._start_waiting(budget - sum(c.end - c.start for c in contexts))
+            contexts += self._start_waiting(budget - sum(c.num_tokens for c in contexts))
         if not contexts and not generations:
             stuck = self._stuck_contexts()
             if stuck:
@@ -202,7 +202,7 @@ class Scheduler:
             if chunk is None:
                 break
             chunks.append(chunk)
-            budget -= chunk.end - chunk.start
+            budget -= chunk.num_tokens
         return chunks
 
     def _start_waiting(self, budget: int) -> list[ContextChunk]:
@@ -230,7 +230,7 @@ class Scheduler:
             chunks.append(chunk)
             self.idle_slot_steps = 0
             computing.update(self._keys_to_publish(request))
-            budget -= chunk.end - chunk.start
+            budget -= chunk.num_tokens
         self.waiting.extendleft(reversed(later))
         self.kv_cache.make_copies()
         return chunks
