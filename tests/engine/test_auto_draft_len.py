@@ -982,7 +982,7 @@ def test_what_is_counted_is_what_was_accepted(
     requests = [llm.executor.enqueue([3, 4 + i] * 4, params) for i in range(3)]
     llm.executor.run_until_done()
     counted = Counter[int]()
-    for (asked, accepted), results in llm.executor._draft_len._acceptance[True]._seen.items():
+    for (asked, accepted), results in llm.executor._draft_len._acceptance.kinds[True]._seen.items():
         assert asked > 0
         counted[accepted] += results
     seen = sum((request.accepted_lens for request in requests), Counter[int]())

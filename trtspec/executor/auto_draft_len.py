@@ -23,7 +23,7 @@ from ..config import DecodingBaseConfig
 from .draft_len import DraftLen
 from .request import Request, ScheduledBatch
 from .results import LaunchedStep, Outcomes
-from .running_acceptance import RunningAcceptance, load_rates, save_rates
+from .running_acceptance import AcceptanceByKind
 from .step_costs import StepCosts, StepShape
 
 TRIAL, REST = 8, 16  # steps for which a length is tried, and kept before the next decision
@@ -128,11 +128,7 @@ class AutoDraftLen(DraftLen):
         # Of the requests, when they were last looked at: the share that is sampled, and the mean
         # tokens of context.
         self._share_sampled = self._context = 0.0
-        self._rates_path, kept, self._saved = rates_path, load_rates(rates_path), 0.0
-        self._acceptance = {
-            is_greedy: RunningAcceptance(max_draft_len, kept.get(is_greedy, ()))
-            for is_greedy in (True, False)
-        }
+        self._acceptance, self._saved = AcceptanceByKind(max_draft_len, rates_path), 0.0
         self._steps = self._until = self._folded = self._since = self._changed = 0
         self._loss = 0.0  # seconds of each step since, for want of a faster length's graph
         self._owed: dict[StepShape, float] = {}
@@ -181,8 +177,7 @@ class AutoDraftLen(DraftLen):
     def _save(self) -> None:
         self._saved = time.perf_counter()
         self.costs.save()
-        seen = {kind: acceptance.seen for kind, acceptance in self._acceptance.items()}
-        save_rates(self._rates_path, seen)
+        self._acceptance.save()
 
     def shape_of(self, batch: ScheduledBatch) -> StepShape:
         """Returns what a step of these generations is timed as."""
@@ -195,20 +190,11 @@ class AutoDraftLen(DraftLen):
     def rates(self) -> dict[bool, list[float]]:
         """Shares of drafts accepted by position, as estimated: of greedy requests (True), of
         sampled ones."""
-        return {kind: acceptance.rates for kind, acceptance in self._acceptance.items()}
+        return {kind: acceptance.rates for kind, acceptance in self._acceptance.kinds.items()}
 
     # -- what steps bring ----------------------------------------------------------------------
     def add_outcomes(self, outcomes: Outcomes, batch: ScheduledBatch) -> None:
-        requests, asked, accepted = outcomes
-        if 0 < batch.num_sampled < len(batch.generations) or len(set(asked)) > 1:
-            kinds = [request.sampling_params.is_greedy for request in requests]
-            seen = Counter(zip(kinds, asked, accepted, strict=True))
-        else:  # mostly all are alike, and one count takes a quarter of the time
-            kind = batch.num_sampled == 0
-            seen = Counter({(kind, asked[0], n): m for n, m in Counter(accepted).items()})
-        for (is_greedy, num_asked, num_accepted), count in seen.items():
-            if num_asked:  # others say nothing of drafts
-                self._acceptance[is_greedy].add(num_asked, num_accepted, count)
+        self._acceptance.add(outcomes, batch)
 
     def end_step(
         self,
@@ -243,8 +229,7 @@ class AutoDraftLen(DraftLen):
         shape, self._steps = self.shape_of(batch), self._steps + 1
         if self._steps - self._folded >= REST:
             self._folded = self._steps
-            for acceptance in self._acceptance.values():
-                acceptance.fold()
+            self._acceptance.fold()
         is_new, is_due = shape != self._shape or most != self._most, self._steps >= self._until
         if is_new or is_due or self.launches.is_lost(shape, self.chosen):
             self._settle()
@@ -418,9 +403,6 @@ class AutoDraftLen(DraftLen):
 
     def _speeds(self, shape: StepShape, lengths: Sequence[int]) -> dict[int, float]:
         """Returns tokens per second and request."""
-        kinds = ((True, 1 - self._share_sampled), (False, self._share_sampled))
-        tokens = {kind: self._acceptance[kind].expected_tokens() for kind, _ in kinds}
+        tokens = self._acceptance.expected_tokens(self._share_sampled)
         seconds = self.costs.of(shape, lengths, self._context)
-        return {
-            k: sum(share * tokens[kind][k] for kind, share in kinds) / seconds[k] for k in lengths
-        }
+        return {k: tokens[k] / seconds[k] for k in lengths}

@@ -1,4 +1,4 @@
-"""`RunningAcceptance`: the share of drafts accepted at each position. Kept on disk between runs."""
+"""The share of drafts accepted at each position, as it runs. Kept on disk between runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from itertools import takewhile
 from pathlib import Path
 
 from ..utils import replace_text
+from .request import ScheduledBatch
+from .results import Outcomes
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,47 @@ class RunningAcceptance:
             product *= rate
             tokens.append(tokens[-1] + product)
         return tokens
+
+
+class AcceptanceByKind:
+    """The acceptance of greedy requests and of sampled ones.
+
+    Args:
+        path: the file that keeps both for the next engine; None keeps nothing.
+    """
+
+    def __init__(self, max_draft_len: int, path: Path | None):
+        self._path, kept = path, load_rates(path)
+        self.kinds = {  # by whether a request is greedy
+            kind: RunningAcceptance(max_draft_len, kept.get(kind, ())) for kind in (True, False)
+        }
+
+    def add(self, outcomes: Outcomes, batch: ScheduledBatch) -> None:
+        """Adds what became of the drafts of a step, whose batch this is."""
+        requests, asked, accepted = outcomes
+        if 0 < batch.num_sampled < len(batch.generations) or len(set(asked)) > 1:
+            kinds = [request.sampling_params.is_greedy for request in requests]
+            seen = Counter(zip(kinds, asked, accepted, strict=True))
+        else:  # mostly all are alike, and one count takes a quarter of the time
+            kind = batch.num_sampled == 0
+            seen = Counter({(kind, asked[0], n): m for n, m in Counter(accepted).items()})
+        for (is_greedy, num_asked, num_accepted), count in seen.items():
+            if num_asked:  # others say nothing of drafts
+                self.kinds[is_greedy].add(num_asked, num_accepted, count)
+
+    def fold(self) -> None:
+        """Takes in what was added since, as `RunningAcceptance.fold` does."""
+        for acceptance in self.kinds.values():
+            acceptance.fold()
+
+    def expected_tokens(self, share_sampled: float) -> list[float]:
+        """Returns the mean tokens of a request's step for K = 0, 1, …"""
+        greedy, sampled = (self.kinds[kind].expected_tokens() for kind in (True, False))
+        pairs = zip(greedy, sampled, strict=True)
+        return [(1 - share_sampled) * a + share_sampled * b for a, b in pairs]
+
+    def save(self) -> None:
+        save_rates(self._path, {kind: acceptance.seen for kind, acceptance in self.kinds.items()})
 
 
 def load_rates(path: Path | None) -> dict[bool, list[float]]:
