@@ -117,29 +117,34 @@ class AutoDraftLen(DraftLen):
         self.costs, self.launches = costs, launches
         self._runs_at_launch, self._is_default = runs_at_launch, is_default
         self._seeds_matter = config.acceptance in RULES_OF_K
-        self._gives_way = False  # whether the last step was left alone
-        self._shapes: dict[tuple[int, bool, bool], StepShape] = {}
-        self._is_held_down = False  # whether the last step drafted less than was chosen
+        self._acceptance, self._saved = AcceptanceByKind(max_draft_len, rates_path), 0.0
+        # The choice, and the step that it was made for.
         self.lengths = (*(k for k in LENGTHS if k < max_draft_len), max_draft_len)
         self.chosen = min(START, max_draft_len)
-        self._allowed = self.lengths  # those within the limits of this step
         self._shape: StepShape | None = None
-        self._most = max_draft_len  # within the limits of this step
-        # Of the requests, when they were last looked at: the share that is sampled, and the mean
+        self._most = max_draft_len  # within the step's limits
+        self._allowed = self.lengths  # within them, and with a graph or worth one
+        # Of its requests, when they were last looked at: the share that is sampled, and the mean
         # tokens of context.
         self._share_sampled = self._context = 0.0
-        self._acceptance, self._saved = AcceptanceByKind(max_draft_len, rates_path), 0.0
-        self._steps = self._until = self._folded = self._since = self._changed = 0
-        self._loss = 0.0  # seconds of each step since, for want of a faster length's graph
-        self._owed: dict[StepShape, float] = {}
+        self._gives_way = False  # the length is not the choice's
+        self._is_held_down = False  # it drafted less than was chosen
         self._outlooks: dict[StepShape, _Outlook] = {}
+        self._shapes: dict[tuple[int, bool, bool], StepShape] = {}
+        # Numbers of steps: so far; when to decide next; when acceptance was folded, the shape new.
+        self._steps = self._until = self._folded = self._changed = 0
+        # What steps lose for want of a faster length's graph, until that pays for its capture.
+        self._loss, self._since = 0.0, 0  # seconds of each step since then
+        self._owed: dict[StepShape, float] = {}
+        # Trials of other lengths.
         self.num_trials = 0
-        self._trials: deque[int] = deque()
+        self._trials: deque[int] = deque()  # still to come
         self._tried: Counter[tuple[StepShape, int]] = Counter()
         self._before_trials: int | None = None  # what was chosen before the trials that run
         self._is_probe = False  # whether these trials are of lengths whose times are known
         self._probes: dict[StepShape, _Probe] = {}
-        self._timed: tuple[StepShape, int] | None = None  # of the last step that was timed
+        # The last step that was timed, and when it ended.
+        self._timed: tuple[StepShape, int] | None = None
         self._ended = 0.0
 
     def of(self, batch: ScheduledBatch, part: ScheduledBatch) -> int:
