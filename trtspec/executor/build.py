@@ -1,4 +1,4 @@
-"""Builds an executor from an `EngineConfig`. Only this file knows models and workers."""
+"""Builds an executor from an `EngineConfig`: loads models, sizes the cache, makes the runner."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..checkpoints.weights import load_decoder
 from ..checkpoints.zoo import resolve_model
 from ..checks import is_int
 from ..config import CudaGraphConfig, EngineConfig, ExecutorConfig, UserProvidedDecodingConfig
+from ..distributed.agree import all_or_none, building, minimum_of_ranks
 from ..distributed.launch import torchrun_size
 from ..distributed.link import EngineLink
 from ..distributed.parallel import ONE_RANK, Parallel
 from ..distributed.start import open_world, opening
-from ..distributed.world import World
 from ..errors import ConfigError, shown
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
@@ -42,14 +42,7 @@ from .device import attention_backend, kv_cache_dtype, resolve_device, resolve_d
 from .drafters import DrafterLoader, LoadedDrafter, LoadedTarget, drafter_loader
 from .linked_cache import LinkedKVCache, OwnedKVCache
 from .py_executor import PyExecutor
-from .ranks import (
-    Follower,
-    LeadingRunner,
-    all_or_none,
-    building,
-    engine_variables,
-    minimum_of_ranks,
-)
+from .ranks import LeadingRunner, engine_variables
 from .runner import DraftVocab, EngineParts, StepRunner
 from .saving import HiddenStatesSaver
 
@@ -82,7 +75,7 @@ def build_executor(
     device = resolve_device(engine.device)
     num_ranks, launcher = _ranks(engine)
     if num_ranks == 1:
-        return _executor(*_build(engine, device, None))
+        return _executor(*build_runner(engine, device, None))
     with opening:
         world = open_world(num_ranks, launcher, device)
         if not world.is_leader:  # of a script that torchrun runs on every rank
@@ -93,7 +86,7 @@ def build_executor(
         try:
             with world.alone(), building(world):
                 link.tell("build", _without_host_code(engine), engine_variables())
-                return _executor(*_build(engine, world.device, link))
+                return _executor(*build_runner(engine, world.device, link))
         except BaseException:
             world.close_if_idle()
             raise
@@ -126,17 +119,6 @@ def _ranks(engine: EngineConfig) -> tuple[int, str]:
     return size, launcher
 
 
-def build_follower(engine: EngineConfig, world: World) -> Follower:
-    """Builds what a rank other than the first has of an engine.
-
-    Raises:
-        TrtspecError: it cannot. `world.shared_error` says whether all ranks know.
-    """
-    link = EngineLink(world, -1)
-    runner, _, _ = _build(engine, world.device, link)
-    return Follower(runner, world)
-
-
 def _executor(
     runner: StepRunner, config: ExecutorConfig, saver: HiddenStatesSaver | None
 ) -> PyExecutor:
@@ -162,9 +144,10 @@ class _Loaded(NamedTuple):
     graph_rows: int  # of a pass over prompts that graphs serve; 0 on CPU and over several ranks
 
 
-def _build(
+def build_runner(
     engine: EngineConfig, device: torch.device, link: EngineLink | None
 ) -> tuple[StepRunner, ExecutorConfig, HiddenStatesSaver | None]:
+    """Builds the runner of this rank. `link` is None where there is one rank."""
     parallel = ONE_RANK
     if link is not None:
         parallel = Parallel(

@@ -1,4 +1,4 @@
-"""The runner over several ranks: rank 0 tells the others what it launches, and they launch it too.
+"""Rank 0 of several: it tells the others what it launches, and they launch it too (`follower.py`).
 
     rank 0    PyExecutor ─► LeadingRunner ─┬─ tell ─► Follower ─► StepRunner    rank 1, 2, …
                                            └────────────────────► StepRunner    (itself)
@@ -10,27 +10,23 @@ the same batch through the same graph.
 
 from __future__ import annotations
 
-import gc
 import os
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from ..acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from ..config import ExecutorConfig
 from ..distributed.link import EngineLink
 from ..distributed.world import World
 from ..errors import RankError
-from ..state.kv_cache import BlockCopy
 from ..workers.protocols import EndedText
 from .device_step import PartialLaunch
 from .forward_step import StepOutputs
 from .linked_cache import CopiedTables, LinkedKVCache
-from .request import ContextChunk, Request, ScheduledBatch, StepPlan
+from .request import Request, StepPlan
 from .runner import EngineParts, StepRunner
 
 CHECK_ENV_VAR = "TRTSPEC_CHECK_RANKS"
@@ -143,65 +139,6 @@ class LeadingRunner(StepRunner):
         self.world.close_if_idle()
 
 
-class Follower:
-    """What another rank has of an engine: a runner, and copies of the requests in its slots."""
-
-    def __init__(self, runner: StepRunner, world: World):
-        assert isinstance(runner.kv_cache, LinkedKVCache)
-        self.runner, self.world, self.kv_cache = runner, world, runner.kv_cache
-        self._requests: dict[int, Request] = {}  # by slot
-        self._checks = os.environ.get(CHECK_ENV_VAR) == "1"
-
-    def admit(self, request: Request) -> None:
-        before = self._requests.get(request.slot)
-        self._requests[request.slot] = request
-        # A request that was preempted may have come back to another slot.
-        if before is not None and not any(
-            before.request_id == other.request_id for other in self._requests.values()
-        ):
-            self.kv_cache.forget(before.request_id)
-        self.runner.admit(request)
-
-    def remember(self, texts: list[EndedText]) -> None:
-        self.runner.remember(texts)
-
-    def set_drafts(self, drafts: dict[int, list[int]]) -> None:
-        self.runner.set_drafts(drafts)
-
-    def run(self, message: StepMessage) -> None:
-        for request_id, copy in message.tables.items():
-            self.kv_cache.copy_tables(request_id, copy)
-        outputs = self.runner.run(self._plan(message)).finish()
-        if self._checks:
-            compare_outputs(self.world, outputs)
-
-    def _plan(self, message: StepMessage) -> StepPlan:
-        contexts = []
-        for slot, start, end in message.contexts:
-            request = self._requests[slot]
-            contexts.append(ContextChunk(request, request.token_ids[start:end], start, end))
-        generations = []
-        for slot, past_upper in message.generations:
-            self._requests[slot].past_upper = past_upper
-            generations.append(self._requests[slot])
-        batch = ScheduledBatch(contexts, generations)
-        return StepPlan(
-            batch, message.num_drafts, message.draft_len, reads_missed=message.reads_missed
-        )
-
-    def zero(self, group: int, blocks: list[int], owner: int | None) -> None:
-        self.kv_cache.zero_own(group, blocks, owner)
-
-    def copy(self, group: int, copies: Sequence[BlockCopy], owner: int | None) -> None:
-        self.kv_cache.copy_own(group, copies, owner)
-
-    def start_over(self) -> None:
-        self.runner.start_over()
-
-    def release_memory(self) -> None:
-        self.runner.release_memory()
-
-
 def compare_outputs(world: World, outputs: StepOutputs) -> None:
     """Raises RankError if the ranks' outputs of a step differ. Waits for the device."""
     rows: Sequence[Any] = [
@@ -229,48 +166,3 @@ def _drop(link: EngineLink) -> None:
     """An engine without a holder is released with the next message; this may run anywhere."""
     link.world.num_engines -= 1
     link.world.dropped.append(link.engine_id)
-
-
-def minimum_of_ranks(world: World, values: Sequence[int]) -> list[int]:
-    """Returns the least of every rank's, entry by entry."""
-    return [min(column) for column in zip(*world.all_of(list(values)), strict=True)]
-
-
-@contextmanager
-def all_or_none(world: World) -> Iterator[None]:
-    """Runs a stage that has no collectives on every rank; an error of one is an error of all.
-
-    Raises:
-        RankError: another rank failed.
-    """
-    try:
-        yield
-    except Exception as error:
-        world.shared_error = error
-        world.all_of(f"{type(error).__name__}: {error}")
-        raise
-    for rank, text in enumerate(world.all_of(None)):
-        if text is not None:
-            world.shared_error = RankError(f"Rank {rank}: {text}")
-            raise world.shared_error
-
-
-@contextmanager
-def building(world: World) -> Iterator[None]:
-    """Builds an engine on rank 0 inside. What not all ranks know of ends them: they would wait.
-
-    That may be an interrupt, or memory that ends on one rank alone.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if world.shared_error is not error and world.failure is None:
-            world.fail(f"{type(error).__name__}: {error}")
-        raise
-
-
-def free_memory(device: torch.device) -> None:
-    """Gives the device back what nothing holds any more: another engine measures what is free."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
