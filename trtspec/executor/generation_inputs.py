@@ -125,13 +125,13 @@ class GenerationInputs:
         np.copyto(buffer.memory.view(np.int32)[:length], self._host.numpy()[:length])
         return StagedRows(host, buffer)
 
-    def _write(self, places: list[int], requests: Sequence[Request]) -> None:
+    def _write(self, rows: list[int], requests: Sequence[Request]) -> None:
         """Writes these rows on the host."""
-        for place in places:
-            request = requests[place] if place < len(requests) else None
-            row, start = self._host_tables[place], 0
+        for i in rows:
+            request = requests[i] if i < len(requests) else None
+            row, start = self._host_tables[i], 0
             row.fill(NULL_BLOCK)
-            self._host_slots[place] = self._scratch_slot if request is None else request.slot
+            self._host_slots[i] = self._scratch_slot if request is None else request.slot
             tables = () if request is None else self.kv_cache.table_of(request.request_id)
             for table, width in zip(tables, self.widths, strict=False):
                 row[start : start + len(table)] = table

@@ -362,7 +362,7 @@ def _with_contexts(
     row."""
     contexts = inputs.contexts
     layout = ContextLayout(contexts.positions, contexts.owners, contexts.ends, contexts.last_rows)
-    own = gather_context_inputs(
+    gathered = gather_context_inputs(
         inputs.slot_ids[: len(contexts.lens)],
         layout,
         state.sampling,
@@ -371,6 +371,6 @@ def _with_contexts(
         max_seq_len,
     )
     prompts = StepRows(
-        contexts.ids, contexts.positions, gather_ids=contexts.last_rows, **own._asdict()
+        contexts.ids, contexts.positions, gather_ids=contexts.last_rows, **gathered._asdict()
     )
     return prompts.followed_by(step) if inputs.num_generations else prompts

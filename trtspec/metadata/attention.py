@@ -242,15 +242,20 @@ class AttentionMetadata:
         Args:
             last_positions: [T] int64, for each row its request's largest position.
         """
-        own = self.position_ids if windows_by_row else None
-        return replace(self, position_ids=last_positions, window_position_ids=own, derived={})
+        return replace(
+            self,
+            position_ids=last_positions,
+            window_position_ids=self.position_ids if windows_by_row else None,
+            derived={},
+        )
 
     def first_keys(self, window: int) -> Tensor:
         """Returns the first key that each row sees with a window, [T] int64; it may be below 0."""
         key = "first keys", window
         if key not in self.derived:
-            own = self.window_position_ids
-            self.derived[key] = (self.position_ids if own is None else own) - (window - 1)
+            positions = self.window_position_ids
+            positions = self.position_ids if positions is None else positions
+            self.derived[key] = positions - (window - 1)
         return self.derived[key]
 
     def rope_positions_of_rows(self, positions: Tensor) -> Tensor | None:

@@ -34,7 +34,7 @@ class VerifyPoint:
 
 @dataclass(frozen=True)
 class ChosenPoint:
-    """The device has left tokens for the host, which notes the place and goes on."""
+    """The device has left tokens for the host, which notes the point and goes on."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ CAPACITY = 32
 
 
 class MissedRows(NamedTuple):
-    """Rows by slot, at the place `position % W`. A request's are consecutive, at most W."""
+    """Rows by slot, at index `position % W`. A request's are consecutive, at most W."""
 
     hidden: Tensor  # [S, W, n * D], the target's states as captured
     tokens: Tensor  # [S, W] int64, the token after each row

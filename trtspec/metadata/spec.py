@@ -147,11 +147,11 @@ class SpecMetadata:
         """
         if residual is not None and self.is_layer_capture(layer_id):
             hidden_states = hidden_states + residual
-        for place in self.places_of_layer(layer_id, *hidden_states.shape):
-            place.copy_(hidden_states)
+        for buffer in self.places_of_layer(layer_id, *hidden_states.shape):
+            buffer.copy_(hidden_states)
 
     def places_of_layer(self, layer_id: int, rows: int, size: int) -> list[Tensor]:
-        """Returns where a layer's output [rows, size] is kept, in the buffer; often nowhere."""
+        """Returns the parts of the buffer for a layer's output [rows, size]; often none."""
         if self.captured is None:
             return []
         columns = [i for i, layer in enumerate(self.captured.layers) if layer == layer_id]

@@ -405,12 +405,12 @@ class Decoder(nn.Module):
                 assert isinstance(meta, AttentionMetadata)
                 return self.norm(self._last_layer(hidden, input_ids, ropes[i], meta, last_rows))
             extra = () if layer_inputs is None else (layer_inputs[:, i],)
-            places = () if capture is None else capture.places_of_layer(i, *hidden.shape)
-            if places and layer.copies_output:
-                extra, places = (places[0],), places[1:]
+            copies = () if capture is None else capture.places_of_layer(i, *hidden.shape)
+            if copies and layer.copies_output:
+                extra, copies = (copies[0],), copies[1:]
             hidden = layer(hidden, ropes[i], meta, *extra)
-            for place in places:
-                copy_rows(hidden, place)
+            for copy in copies:
+                copy_rows(hidden, copy)
         return self.norm(hidden)
 
     @property
