@@ -88,34 +88,16 @@ def forward_step(
     else:
         outputs = worker(*arguments)
         worker.save_chances(tensors.slot_ids, state.chances)
-    lens = outputs["new_tokens_lens"]
-    # A context's KV now ends with this chunk; a generation's with the last row of its accepted
-    # path (`metadata/accepted_path.py`): the bonus is the next step's input. The next token after a
-    # chunk inside the prompt is never read: the following chunk overwrites it.
-    contexts, new_tokens = meta.num_contexts, outputs["next_new_tokens"]
-    save_step(
-        tensors.slot_ids[contexts:],
-        meta.position_ids[meta.num_context_tokens :],
-        lens[contexts:],
-        new_tokens[contexts:],
-        state.past_lens,
-        state.next_tokens,
-    )
-    if contexts:
-        save_step(
-            tensors.slot_ids[:contexts],
-            meta.position_ids[tensors.gather_ids[:contexts]],
-            lens[:contexts],
-            new_tokens[:contexts],
-            state.past_lens,
-            state.next_tokens,
-        )
+    lens, next_tokens = outputs["new_tokens_lens"], outputs["next_new_tokens"]
+    _save(tensors, lens, next_tokens, state)
     saved = None
     if mode.is_save_hidden_states():
         saved = torch.cat([spec.captured_rows(meta.num_tokens), hidden], dim=-1)
     logprobs = None
     if num_logprobs is not None:
-        logprobs = token_logprobs(whole(logits), outputs["new_tokens"], contexts, num_logprobs)
+        logprobs = token_logprobs(
+            whole(logits), outputs["new_tokens"], meta.num_contexts, num_logprobs
+        )
     return StepOutputs(
         new_tokens=outputs["new_tokens"],
         new_tokens_lens=lens,
@@ -123,7 +105,7 @@ def forward_step(
         hidden_states=saved,
         draft_inputs=draft_inputs,
         logprobs=logprobs,
-        drafts=new_tokens[:, 1:] if draft_inputs is None else None,
+        drafts=next_tokens[:, 1:] if draft_inputs is None else None,
         num_verified=None if verified.packed is None else verified.packed.starts.diff() - 1,
         prompt_logprobs=(
             None
@@ -131,6 +113,25 @@ def forward_step(
             else _prompt_logprobs(target, hidden, tensors.prompt_rows)
         ),
     )
+
+
+def _save(tensors: StepTensors, lens: Tensor, next_tokens: Tensor, state: SlotState) -> None:
+    """Writes lengths and the next step's input to the slots.
+
+    A context's KV now ends with this chunk; a generation's with the last row of its accepted path
+    (`metadata/accepted_path.py`): the bonus is the next step's input. The next token after a chunk
+    inside the prompt is never read: the following chunk overwrites it.
+    """
+    meta = tensors.attn_metadata
+    contexts, positions = meta.num_contexts, meta.position_ids
+
+    def save(requests: slice, row_positions: Tensor) -> None:
+        slots, tokens = tensors.slot_ids[requests], next_tokens[requests]
+        save_step(slots, row_positions, lens[requests], tokens, state.past_lens, state.next_tokens)
+
+    save(slice(contexts, None), positions[meta.num_context_tokens :])
+    if contexts:
+        save(slice(contexts), positions[tensors.gather_ids[:contexts]])
 
 
 def _ends_by_rows(target: Decoder, worker: SpecWorkerBase, tensors: StepTensors) -> bool:
