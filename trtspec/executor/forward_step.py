@@ -62,20 +62,25 @@ def forward_step(
     meta, spec = tensors.attn_metadata, tensors.spec_metadata
     spec.prepare()
     ids, verified = tensors.target
-    ends_early = _ends_by_rows(target, worker, tensors)
-    kept = {"last_rows": tensors.gather_ids} if ends_early else {}
+    skips_rows = _last_layer_skips_rows(target, worker, tensors)
+    options = {"last_rows": tensors.gather_ids} if skips_rows else {}
     hidden = target(
-        ids, verified.position_ids, verified, capture=spec, inputs_embeds=spec.inputs_embeds, **kept
+        ids,
+        verified.position_ids,
+        verified,
+        capture=spec,
+        inputs_embeds=spec.inputs_embeds,
+        **options,
     )
     # A step without contexts has logits at every row: nothing to gather.
-    has_others = meta.num_contexts > 0 and not ends_early
+    has_others = meta.num_contexts > 0 and not skips_rows
     logits = target.compute_logits(hidden[tensors.gather_ids] if has_others else hidden)
     if verified.packed is not None:
         hidden, logits = _unpacked(hidden, logits, verified.packed, spec)
     arguments = (
         tensors.input_ids,
         meta.position_ids,
-        None if ends_early else hidden,
+        None if skips_rows else hidden,
         logits,
         meta,
         spec,
@@ -134,7 +139,7 @@ def _save(tensors: StepTensors, lens: Tensor, next_tokens: Tensor, state: SlotSt
         save(slice(contexts), positions[tensors.gather_ids[:contexts]])
 
 
-def _ends_by_rows(target: Decoder, worker: SpecWorkerBase, tensors: StepTensors) -> bool:
+def _last_layer_skips_rows(target: Decoder, worker: SpecWorkerBase, tensors: StepTensors) -> bool:
     """Whether nothing reads what the last layer makes of rows without logits."""
     meta, spec = tensors.attn_metadata, tensors.spec_metadata
     if not target.ends_by_rows or meta.num_generations or meta.num_context_tokens < FEWEST_ROWS:
