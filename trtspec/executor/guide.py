@@ -20,10 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from ..api.sampling_params import SamplingParams
 from ..errors import ConfigError, RequestError
@@ -35,23 +32,12 @@ from .admission import end_ids
 from .guided_masks import GuidedMasks
 from .request import Request, ScheduledBatch
 
-if TYPE_CHECKING:
-    from .results import RequestResult
-
 logger = logging.getLogger(__name__)
 COMPILE_SECONDS = 60.0
 """A grammar that takes longer ends its request with an error."""
 POLL_SECONDS = 0.05
 MASK_SECONDS = 1.0
 """A grammar that takes longer for a step's masks ends its request with an error: others wait."""
-
-
-class Tokens(NamedTuple):
-    """What a step read back of its requests, on the host."""
-
-    tokens: list[list[int]]  # [B, K+1], -1 past the length
-    lens: list[int]
-    drafts: list[list[int]]  # [B, K] for the next step
 
 
 class Guide:
@@ -192,20 +178,16 @@ class GuidedBatch:
         else:
             self.masks.draft.note()
 
-    def read(self, read_back: Tokens) -> None:
-        """Follows what the step accepted, and keeps the drafts of the next one."""
-        self.is_read = True
-        self._follow(read_back.tokens, read_back.lens)
-        for request, drafts in zip(self.batch.requests, read_back.drafts, strict=True):
-            request.next_drafts = drafts
+    def read(self, tokens: list[list[int]], lens: list[int], next_drafts: list[list[int]]) -> None:
+        """Follows what the step accepted, and keeps the drafts of the next one.
 
-    def cut(self, result: RequestResult) -> RequestResult:
-        """Returns a result without tokens after the grammar's end."""
-        count = self.num_taken.get(result.request.request_id, len(result.tokens))
-        if count >= len(result.tokens):
-            return result
-        logprobs = None if result.logprobs is None else result.logprobs[:count]
-        return result._replace(tokens=result.tokens[:count], logprobs=logprobs)
+        Args:
+            tokens: [B, K+1], -1 past the length. next_drafts: [B, K].
+        """
+        self.is_read = True
+        self._follow(tokens, lens)
+        for request, drafts in zip(self.batch.requests, next_drafts, strict=True):
+            request.next_drafts = drafts
 
     def _follow(self, tokens: Sequence[Sequence[int]], lens: Sequence[int]) -> None:
         if self._is_followed:
@@ -311,8 +293,3 @@ class GuidedBatch:
     def _end(self, row: _Row, error: str) -> None:
         row.grammar.is_broken = True
         self.error.setdefault(row.request.request_id, error)
-
-
-def tokens_of(tokens: np.ndarray, lens: np.ndarray, drafts: Tensor) -> Tokens:
-    """Returns what was read back, on the host."""
-    return Tokens(tokens.tolist(), lens.tolist(), drafts.tolist())

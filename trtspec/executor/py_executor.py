@@ -538,7 +538,8 @@ class PyExecutor:
                     self.book.fail(request, error)
                     continue
                 is_end = guided.is_complete.get(request.request_id, False)
-                result = guided.cut(result)
+                if (count := guided.num_taken.get(request.request_id)) is not None:
+                    result = result.first(count)  # its grammar ends there
             if result.prompt_logprobs is not None:
                 assert request.prompt_logprobs is not None
                 request.prompt_logprobs.add(*result.prompt_logprobs)

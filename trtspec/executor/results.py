@@ -20,7 +20,7 @@ from ..api.outputs import Logprob
 from ..ops.tokens.logprobs import TokenLogprobs
 from .device_step import PartialLaunch
 from .forward_step import StepOutputs
-from .guide import GuidedBatch, tokens_of
+from .guide import GuidedBatch
 from .logprobs import LogprobRows, logprob_entry
 from .pinned import PinnedBuffer, PinnedBuffers
 from .request import Request, ScheduledBatch, StepPlan
@@ -104,6 +104,13 @@ class RequestResult(NamedTuple):
     def sources(self) -> list[int]:
         """For each token: j if it is accepted draft j, else 0."""
         return [*range(1, len(self.tokens)), 0]
+
+    def first(self, count: int) -> RequestResult:
+        """Returns it with the first `count` tokens alone."""
+        if count >= len(self.tokens):
+            return self
+        logprobs = None if self.logprobs is None else self.logprobs[:count]
+        return self._replace(tokens=self.tokens[:count], logprobs=logprobs)
 
 
 class Outcomes(NamedTuple):
@@ -213,7 +220,8 @@ class StepReader:
         if results.ready is not None:
             results.ready.synchronize()
         assert results.drafts is not None
-        launched.guided.read(tokens_of(results.new_tokens, results.new_tokens_lens, results.drafts))
+        columns = results.new_tokens, results.new_tokens_lens, results.drafts
+        launched.guided.read(*(column.tolist() for column in columns))
 
     def read(self, launched: LaunchedStep) -> list[RequestResult]:
         """Waits for the copies. Returns one result per request of the step, contexts first."""
