@@ -21,7 +21,7 @@ from trtspec.checkpoints.hf_config import parse_config
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
 from trtspec.executor import build
-from trtspec.executor.context_inputs import ContextInputs, costs_of_pass, deal_out
+from trtspec.executor.context_inputs import ContextInputs, deal_out, most_worth_capturing
 from trtspec.executor.device_step import PartialLaunch
 from trtspec.executor.graphs import first_rows
 from trtspec.executor.inputs import assemble, build_inputs
@@ -381,7 +381,7 @@ def test_the_larger_a_layer_the_fewer_rows_are_worth_a_graph(
         }  # fmt: skip
     with torch.device("meta"):
         target = Decoder(parse_config(raw, Path("config.json")), TorchAttention()).to(dtype)
-    assert least < costs_of_pass(target).most_worth_capturing < most
+    assert least < most_worth_capturing(target) < most
 
 
 @pytest.mark.parametrize(("columns", "least", "most"), [(None, 2000, 2100), (128, 1000, 1100)])
@@ -402,7 +402,7 @@ def test_quicker_products_make_more_rows_worth_a_graph(
                 codes = torch.empty(module.out_features, module.in_features).to(torch.float8_e4m3fn)
                 scales = torch.empty(module.out_features, module.in_features // group)
                 module.hold_fp8(Fp8Weight(codes, scales, group))
-    assert least < costs_of_pass(target).most_worth_capturing < most
+    assert least < most_worth_capturing(target) < most
 
 
 @pytest.mark.parametrize("sizes", [[0], ["8"], 64, [True]])

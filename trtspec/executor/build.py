@@ -37,13 +37,13 @@ from ..utils import renamed
 from ..workers import create_worker
 from ..workers.base import SpecWorkerBase
 from .cache_size import CacheNeeds, longest_sequence, size_cache
-from .context_inputs import costs_of_pass
+from .context_inputs import most_worth_capturing
 from .device import attention_backend, kv_cache_dtype, resolve_device, resolve_dtype
 from .drafters import DrafterLoader, LoadedDrafter, LoadedTarget, drafter_loader
 from .linked_cache import LinkedKVCache, OwnedKVCache
 from .py_executor import PyExecutor
 from .ranks import LeadingRunner, engine_variables
-from .runner import DraftVocab, EngineParts, StepRunner
+from .runner import EngineParts, StepRunner
 from .saving import HiddenStatesSaver
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,8 @@ def build_runner(
         target=target.model,
         worker=loaded.worker,
         draft_model=drafter.model,
-        draft_vocab=DraftVocab(drafter.vocab_size, drafter.d2t),
+        draft_vocab_size=drafter.vocab_size,
+        d2t=drafter.d2t,
         kv_cache=_kv_cache(loaded, num_blocks, engine, device, link),
         mode=drafter.mode,
         device=device,
@@ -234,7 +235,7 @@ def _load(
     rows = worker.max_draft_len + 1
     graph_rows = 0
     if device.type == "cuda" and parallel.size == 1:  # ranks must agree, and may have other parts
-        graph_rows = min(GRAPH_ROWS, costs_of_pass(target.model).most_worth_capturing)
+        graph_rows = min(GRAPH_ROWS, most_worth_capturing(target.model))
     needs = CacheNeeds(
         max_batch_size=engine.max_batch_size,
         max_seq_len=seq_len,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,23 +35,14 @@ MAX_PASSES = 8
 """Captured passes over prompts in one step. Even of few rows each takes a tenth of an eager one."""
 
 
-class PassCosts(NamedTuple):
-    """Estimated seconds of a pass over prompts."""
+def most_worth_capturing(target: Decoder) -> int:
+    """Returns the rows that the GPU computes while the host launches a pass over prompts eagerly.
 
-    row: float  # of the GPU
-    launching: float  # of the host, eagerly
-
-    @property
-    def most_worth_capturing(self) -> int:
-        """The rows that the GPU computes while the host launches a pass. With more a graph saves
-        nothing, and its padding costs time."""
-        return int(self.launching / self.row)
-
-
-def costs_of_pass(target: Decoder) -> PassCosts:
-    """Returns what a pass of a model costs, by the operations of its layers' products."""
+    With more a graph saves nothing, and its padding costs time. Both times are estimates, the GPU's
+    by the operations of the layers' products.
+    """
     full = FLOPS_FP32 if target.norm.weight.dtype == torch.float32 else FLOPS
-    seconds, launching = 0.0, 0.0  # for a row, for a pass
+    seconds, launching = 0.0, 0.0  # of the GPU for a row, of the host for a pass
     for i, layer in enumerate(target.layers):
         moe = target.config.moe_of_layer(i)
         codes = {
@@ -67,7 +57,7 @@ def costs_of_pass(target: Decoder) -> PassCosts:
             flops = FLOPS_FP8 if id(parameter) in codes else full
             seconds += 2 * parameter.numel() * share / flops
         launching += LAUNCH_SECONDS_PER_LAYER_FP8 if codes else LAUNCH_SECONDS_PER_LAYER
-    return PassCosts(seconds, launching)
+    return int(launching / seconds)
 
 
 ShapeFor = Callable[[Sequence[ContextChunk]], "ContextInputs | None"]

@@ -28,7 +28,7 @@ from ..errors import ConfigError
 from ..metadata.guided import DraftPoint, Point
 from ..ops.launch.captures import capture_stream, no_garbage_collection
 from ..ops.layer import cublaslt
-from .context_inputs import ContextInputs, costs_of_pass
+from .context_inputs import ContextInputs, most_worth_capturing
 from .device_step import DeviceStep, PartialLaunch
 from .forward_step import StepOutputs
 from .generation_inputs import GenerationInputs
@@ -94,7 +94,7 @@ class CudaGraphs:
         self.inputs = GenerationInputs(
             self.batch_sizes[-1], config.max_batch_size, config.max_seq_len, self.kv_cache, device
         )
-        self.most_worth = costs_of_pass(step.target).most_worth_capturing
+        self.most_worth = most_worth_capturing(step.target)
         self.contexts = [
             ContextInputs(n, config.max_batch_size, config.max_seq_len, self.kv_cache, device)
             for n in graph_config.context_sizes(config.max_num_tokens, self.most_worth)

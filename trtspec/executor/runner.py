@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,13 +35,6 @@ from .inputs import EngineShape, build_inputs
 from .request import ContextChunk, Request, ScheduledBatch, StepPlan
 
 
-class DraftVocab(NamedTuple):
-    """The tokens that a drafter proposes."""
-
-    size: int  # of its logits
-    d2t: Tensor | None = None  # [size] int64 offsets, target id = draft id + d2t[draft id]
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
     """The loaded parts that a runner is built from."""
@@ -50,7 +42,8 @@ class EngineParts:
     target: Decoder
     worker: SpecWorkerBase
     draft_model: DraftModel | LanguageModel | None
-    draft_vocab: DraftVocab  # without a network that drafts, the target's
+    draft_vocab_size: int  # of the drafter's logits; without a network that drafts, the target's
+    d2t: Tensor | None  # as of `LoadedDrafter`
     kv_cache: KVCacheManager
     mode: SpeculativeDecodingMode
     device: torch.device
@@ -90,9 +83,9 @@ class StepRunner:
         )
         worker.remember_drafts(
             config.max_batch_size,
-            vocab_size=parts.draft_vocab.size,
+            vocab_size=parts.draft_vocab_size,
             target_vocab_size=target.config.vocab_size,
-            d2t=parts.draft_vocab.d2t,
+            d2t=parts.d2t,
             device=parts.device,
             dtype=target.norm.weight.dtype,
         )
