@@ -913,8 +913,8 @@ def test_prompts_wait_no_longer_than_they_would_delay_others(
         scheduler, passes = llm.executor.scheduler, [0]
         schedule = scheduler.schedule
 
-        def count(schedule: Any = schedule, passes: list[int] = passes) -> Any:
-            batch, preempted = schedule()
+        def count(*asked: Any, schedule: Any = schedule, passes: list[int] = passes) -> Any:
+            batch, preempted = schedule(*asked)
             passes[0] += bool(batch.contexts) + bool(batch.generations)
             return batch, preempted
 

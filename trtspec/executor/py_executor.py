@@ -1,6 +1,6 @@
 """`PyExecutor`: schedule -> run -> read, one step late where the mode allows it.
 
-    step():  batch    = scheduler.schedule()            host: upper bounds only; trims
+    step():  batch    = scheduler.schedule(…)           host: upper bounds only; trims
              launched = runner.run(plan)                device: one function, or its graph
              results  = reader.read(the *previous* one) host: stop rules, frees
 
@@ -360,9 +360,7 @@ class PyExecutor:
     def _schedule(self) -> ScheduledBatch:
         scheduler = self.scheduler
         while True:
-            scheduler.most_drafts = self._draft_len.bound(scheduler.next_waiting)
-            scheduler.may_rest = self._draft_len.may_rest
-            batch, victims = scheduler.schedule()
+            batch, victims = scheduler.schedule(self._draft_len)
             if not victims:
                 self._draft_len.limit = scheduler.most_drafts
                 return batch

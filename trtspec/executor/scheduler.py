@@ -7,13 +7,14 @@ knows without reading the device: upper bounds of lengths, never an accepted cou
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 
 from ..config import ExecutorConfig
 from ..state.kv_cache import KVCacheManager
 from ..state.lookup import Sought
 from ..state.prefix import PrefixHit
+from .draft_len import DraftLen
 from .embeds import content_of, reusable_tokens
 from .request import ContextChunk, Request, RequestState, ScheduledBatch
 
@@ -35,9 +36,7 @@ class Scheduler:
         self.extra_kv = extra_kv  # KV rows drafting writes past those
         self.extra_kv_at_rest = extra_kv_at_rest  # the same of a step that drafts nothing
         self.most_drafts = max_draft_len
-        """What the next step verifies or proposes at most; `schedule` may lower it to 0."""
-        self.may_rest: Callable[[Iterable[Request]], bool] = lambda waiting: False
-        """Whether it may, beside `next_waiting`, which may start."""
+        """What the step scheduled last verifies or proposes at most."""
         self.rewritten = rewritten  # KV rows drafting writes again, before those
         self.has_windows = any(window is not None for window in kv_cache.windows)
         self.waiting: deque[Request] = deque()
@@ -60,16 +59,21 @@ class Scheduler:
         return self.most_drafts + 1 + extra
 
     @property
-    def next_waiting(self) -> Iterable[Request]:
+    def _next_waiting(self) -> Iterable[Request]:
         """Returns the requests that the next step may start."""
         return islice(self.waiting, self.config.max_batch_size)
 
-    def schedule(self) -> tuple[ScheduledBatch, list[Request]]:
+    def schedule(self, draft_len: DraftLen) -> tuple[ScheduledBatch, list[Request]]:
         """Returns the next batch, and the requests to preempt first.
 
         When there are requests to preempt the batch is empty: the executor must read what is in
         flight, call `preempt` for each and schedule again.
+
+        Args:
+            draft_len: says how many drafts the step may have, and whether it may have none where
+                blocks run out.
         """
+        self.most_drafts = draft_len.bound(self._next_waiting)
         if self.has_windows:
             self._release_behind_windows()
         self.idle_slot_steps += min(len(self._free_slots), len(self.waiting))
@@ -86,7 +90,7 @@ class Scheduler:
         if short:
             self._trim_all()
             short = self._reserve_all(generations)
-        if short and self.most_drafts and self.may_rest(self.next_waiting):  # rather than preempt
+        if short and self.most_drafts and draft_len.may_rest(self._next_waiting):  # not to preempt
             self.most_drafts = 0
             self._trim_all()
             short = self._reserve_all(generations)
