@@ -32,7 +32,7 @@ from trtspec import LLM, KvCacheConfig, SamplingParams
 from trtspec.executor.request import Request, RequestState
 from trtspec.executor.scheduler import Scheduler
 from trtspec.state.kv_cache import KVCacheManager, KVGroupSpec, PrefixReuse
-from trtspec.state.lookup import Sought
+from trtspec.state.prefix_search import PrefixQuery
 
 PARTS = ("again", "cost", "conversations")
 SMALL = {
@@ -159,7 +159,7 @@ def cost(args: argparse.Namespace) -> dict[str, float]:
     for i, text in enumerate(texts):
         chain = cache.chain()
         keys_us.append(_us(lambda c=chain, t=text: c.extend(t.between, context)))
-        hit = cache.find(Sought(chain, text.between, context - 1))
+        hit = cache.find(PrefixQuery(chain, text.between, context - 1))
         adopt_us.append(_us(lambda i=i, c=chain, h=hit: cache.adopt(i, c, h, context)))
         cache.publish(i, chain, context)
         chains.append(chain)
@@ -171,11 +171,12 @@ def cost(args: argparse.Namespace) -> dict[str, float]:
         "context": context,
         "keys_of_a_prompt_us": statistics.median(keys_us),
         "lookup_hit_us": statistics.median(
-            _us(lambda c=c, t=t: cache.find(Sought(c, t.between, context - 1)))
+            _us(lambda c=c, t=t: cache.find(PrefixQuery(c, t.between, context - 1)))
             for c, t in zip(chains, texts, strict=True)
         ),
         "lookup_miss_us": statistics.median(
-            _us(lambda: cache.find(Sought(miss, texts[0].between, context - 1))) for _ in range(50)
+            _us(lambda: cache.find(PrefixQuery(miss, texts[0].between, context - 1)))
+            for _ in range(50)
         ),
         "decode_step_us": statistics.mean(per_step),
         "decode_step_max_us": max(per_step),

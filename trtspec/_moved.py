@@ -101,6 +101,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "sampling.draft": ("acceptance.draw",),
     "sampling.params": ("api.sampling_params",),
     "sampling.target": ("acceptance.target",),
+    "state.lookup": ("state.prefix_search",),
     "text": ("api.text_stream",),
     "workers.history": ("workers.ngram",),
     "workers.parallel": ("workers.masked",),

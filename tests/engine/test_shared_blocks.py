@@ -15,8 +15,8 @@ from trtspec.metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS
 from trtspec.ops.layer.fp8 import FP8
 from trtspec.state.blocks import BlockPool
 from trtspec.state.kv_cache import BlockCopy, KVCacheManager, KVGroupSpec, PrefixReuse
-from trtspec.state.lookup import Sought
 from trtspec.state.prefix import Donors, PrefixChain, root_key
+from trtspec.state.prefix_search import PrefixQuery
 
 PAGE, CPU, JUNK = 4, torch.device("cpu"), -1
 OPERATIONS = 1_000_000 if full() else 250_000
@@ -96,7 +96,7 @@ class Session:
         chain.extend(text.between, count)
         images = (6, 11) if rng.random() < 0.2 else (0, 0)
         hit = cache.find(
-            Sought(
+            PrefixQuery(
                 chain, text.between, count - 1,
                 lambda end: images[0] if end in range(*images) else end,
             )
@@ -215,7 +215,7 @@ def _run(cache: KVCacheManager, request_id: int, tokens: list[int], **options: s
 
     chain = cache.chain(**options)
     chain.extend(between, len(tokens))
-    hit = cache.find(Sought(chain, between, len(tokens) - 1))
+    hit = cache.find(PrefixQuery(chain, between, len(tokens) - 1))
     assert cache.fits(chain, hit, len(tokens))
     cache.adopt(request_id, chain, hit, len(tokens))
     cache.make_copies()
@@ -241,8 +241,8 @@ def test_requests_that_start_together_copy_together() -> None:
         tokens = [*first[source][:count], 90 + number, 91, 92, 93, 94]
         chain = cache.chain()
         chain.extend(lambda a, b, tokens=tokens: tokens[a:b], len(tokens))
-        sought = Sought(chain, lambda a, b, tokens=tokens: tokens[a:b], len(tokens) - 1)
-        hit = cache.find(sought)
+        query = PrefixQuery(chain, lambda a, b, tokens=tokens: tokens[a:b], len(tokens) - 1)
+        hit = cache.find(query)
         assert hit.num_tokens == count and hit.source is not None
         cache.adopt(number, chain, hit, len(tokens))
         expected.append((cache.table_of(source)[0][0], cache.table_of(number)[0][0], count))
@@ -267,7 +267,7 @@ def test_copies_that_an_exception_cut_off_are_not_made() -> None:
     _run(cache, 0, tokens)
     chain = cache.chain()
     chain.extend(lambda a, b: tokens[a:b], len(tokens))
-    hit = cache.find(Sought(chain, lambda a, b: tokens[a:b], PAGE - 1))
+    hit = cache.find(PrefixQuery(chain, lambda a, b: tokens[a:b], PAGE - 1))
     assert hit.source is not None
     cache.adopt(1, chain, hit, len(tokens))
     cache.start_over()
@@ -416,7 +416,7 @@ def test_what_a_reset_forgets_is_not_published_again() -> None:
     cache.free(7)
     chain = cache.chain()
     chain.extend(lambda a, b: tokens[a:b], 9)
-    cache.adopt(0, chain, cache.find(Sought(chain, lambda a, b: tokens[a:b], 8)), 9)
+    cache.adopt(0, chain, cache.find(PrefixQuery(chain, lambda a, b: tokens[a:b], 8)), 9)
     cache.make_copies()
     cache.publish(0, chain, 4)
     cache.reset_prefixes()

@@ -10,8 +10,8 @@ from ..distributed.link import EngineLink
 from ..metadata.attention import NULL_BLOCK
 from ..state.blocks import BlockPool
 from ..state.kv_cache import BlockCopy, KVCacheManager
-from ..state.lookup import Sought
 from ..state.prefix import PrefixChain, PrefixHit
+from ..state.prefix_search import PrefixQuery
 
 
 class CopiedTables(NamedTuple):
@@ -143,18 +143,18 @@ class OwnedKVCache(LinkedKVCache):
         self._owners = {}
 
     # -- prefixes ------------------------------------------------------------------------------
-    def find(self, sought: Sought) -> PrefixHit:
+    def find(self, query: PrefixQuery) -> PrefixHit:
         best = PrefixHit()
         for owner in range(len(self._pools_of)):
             self._turn_to(owner)
-            hit = super().find(sought)
+            hit = super().find(query)
             if hit.num_tokens > best.num_tokens:
                 best = hit._replace(owner=owner)
-        if 2 * best.num_tokens >= sought.limit:
+        if 2 * best.num_tokens >= query.limit:
             return best
         freest = self._freest()  # else a common beginning would send all requests to one rank
         self._turn_to(freest)
-        return super().find(sought)._replace(owner=freest)
+        return super().find(query)._replace(owner=freest)
 
     def fits(self, chain: PrefixChain, hit: PrefixHit, num_tokens: int, spare: int = 0) -> bool:
         self._turn_to(self._freest() if hit.owner is None else hit.owner)

@@ -12,8 +12,8 @@ from itertools import islice
 
 from ..config import ExecutorConfig
 from ..state.kv_cache import KVCacheManager
-from ..state.lookup import Sought
 from ..state.prefix import PrefixHit
+from ..state.prefix_search import PrefixQuery
 from .draft_len import DraftLen
 from .embeds import content_of, reusable_tokens
 from .request import ContextChunk, Request, RequestState, ScheduledBatch
@@ -278,7 +278,9 @@ class Scheduler:
         if request.lacks_prompt_logprobs:
             return PrefixHit()
         limit = request.num_context_tokens - max(1, self.rewritten)
-        return cache.find(Sought(chain, request.tokens_between, limit, request.cut_before_image))
+        return cache.find(
+            PrefixQuery(chain, request.tokens_between, limit, request.cut_before_image)
+        )
 
     def _is_being_computed(self, request: Request, hit: PrefixHit, computing: set[bytes]) -> bool:
         """Whether running prompts are about to compute half or more of what the request lacks."""

@@ -54,8 +54,8 @@ from ..metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS, KVGroup
 from ..ops.layer.kv_codes import as_bytes
 from ..utils import rows_to_tensor, to_device, untouched_zeros
 from .blocks import BlockPool
-from .lookup import Lookup, Sought
 from .prefix import Content, Donors, PrefixChain, PrefixHit, no_content
+from .prefix_search import PrefixQuery, PrefixSearch
 
 
 @dataclass(frozen=True)
@@ -335,18 +335,18 @@ class KVCacheManager:
         """Whether the chain was begun after the last `reset_prefixes`."""
         return chain.epoch == self._epoch
 
-    def find(self, sought: Sought) -> PrefixHit:
+    def find(self, query: PrefixQuery) -> PrefixHit:
         """Looks up the longest beginning of a sequence that every group still holds."""
-        return self._lookup.longest(sought)
+        return self._search.longest(query)
 
     @property
-    def _lookup(self) -> Lookup:
+    def _search(self) -> PrefixSearch:
         donors = self._donors if self.reuse.partial else None
-        return Lookup(self.page_size, self._pools, self.windows, donors)
+        return PrefixSearch(self.page_size, self._pools, self.windows, donors)
 
     def fits(self, chain: PrefixChain, hit: PrefixHit, num_tokens: int, spare: int = 0) -> bool:
         """Whether `adopt` would succeed and leave `spare` blocks of each group free."""
-        return self._lookup.has_room(chain, hit, self.blocks_for(num_tokens), spare)
+        return self._search.has_room(chain, hit, self.blocks_for(num_tokens), spare)
 
     def adopt(self, request_id: int, chain: PrefixChain, hit: PrefixHit, num_tokens: int) -> None:
         """Begins a request's tables with what was found, and reserves blocks for `num_tokens`.
@@ -356,7 +356,7 @@ class KVCacheManager:
         """
         tables: list[array[int]] = []
         for group, pool in enumerate(self._pools):
-            blocks = pool.find_all(self._lookup.seen_keys(chain, hit, group))
+            blocks = pool.find_all(self._search.seen_keys(chain, hit, group))
             pool.hold(blocks)
             tables.append(array("i", [NULL_BLOCK] * (hit.num_blocks - len(blocks)) + blocks))
         sources = []

@@ -1,4 +1,4 @@
-"""`Lookup`: which beginning of a sequence the blocks of a cache still hold."""
+"""`PrefixSearch`: which beginning of a sequence the blocks of a cache still hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .blocks import BlockPool
 from .prefix import Donor, Donors, PrefixChain, PrefixHit
 
 
-class Sought(NamedTuple):
+class PrefixQuery(NamedTuple):
     """A sequence that is looked up."""
 
     chain: PrefixChain
@@ -18,7 +18,7 @@ class Sought(NamedTuple):
     cut: Callable[[int], int] = int  # -> the last position up to there at which a pass may begin
 
 
-class Lookup(NamedTuple):
+class PrefixSearch(NamedTuple):
     """The blocks of a cache's groups, for searches among them."""
 
     page_size: int
@@ -26,16 +26,16 @@ class Lookup(NamedTuple):
     windows: Sequence[int | None]
     donors: Donors | None  # None: no block is copied in part
 
-    def longest(self, sought: Sought) -> PrefixHit:
+    def longest(self, query: PrefixQuery) -> PrefixHit:
         """Returns the longest beginning that every group still holds.
 
         A group with a window holds it if it has the blocks that the row at its end sees.
         """
-        page, chain = self.page_size, sought.chain
+        page, chain = self.page_size, query.chain
         whole = self._num_whole(chain)
-        donor = self._donor(sought, whole)
-        end = min(sought.limit, whole * page + (donor.num_tokens if donor else 0))
-        while end > 0 and (end := sought.cut(end)) > 0:
+        donor = self._donor(query, whole)
+        end = min(query.limit, whole * page + (donor.num_tokens if donor else 0))
+        while end > 0 and (end := query.cut(end)) > 0:
             count, copied = divmod(end, page)
             source = None
             if copied:
@@ -57,12 +57,12 @@ class Lookup(NamedTuple):
                 count = pool.num_found(chain.keys[:count])
         return count
 
-    def _donor(self, sought: Sought, whole: int) -> Donor | None:
+    def _donor(self, query: PrefixQuery, whole: int) -> Donor | None:
         """Returns the block of another text that shares most of what follows."""
-        chain, start = sought.chain, whole * self.page_size
-        if self.donors is None or sought.limit <= start:
+        chain, start = query.chain, whole * self.page_size
+        if self.donors is None or query.limit <= start:
             return None
-        wanted = sought.tokens(start, start + self.page_size + chain.ahead)
+        wanted = query.tokens(start, start + self.page_size + chain.ahead)
         if chain.content(start, start + len(wanted)):
             return None
         return self.donors.longest(chain.parent(whole), wanted, chain.ahead)
