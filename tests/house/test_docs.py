@@ -42,3 +42,9 @@ def test_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_architecture_names_every_file_of_the_executor() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    files = (ROOT / "trtspec" / "executor").glob("[a-z]*.py")
+    assert [file.name for file in files if f"{file.name}`" not in page] == []
