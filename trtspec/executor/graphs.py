@@ -53,8 +53,8 @@ class GraphKey(NamedTuple):
     batch_size: int  # of a context pass: its shape's contexts
     num_drafts: int  # K', verified
     draft_len: int  # proposed
-    all_greedy: bool
-    has_filters: bool
+    all_greedy: bool = True
+    has_filters: bool = False
     context_tokens: int = 0  # of a context pass
     num_logprobs: int | None = None
     shapes_logits: bool = False
@@ -298,7 +298,7 @@ class CudaGraphs:
 
     def prepare(self, size: int, draft_len: int, *, all_greedy: bool) -> bool:
         """Captures a step that verifies and proposes K drafts. False: there is no memory for it."""
-        return self._is_there(_key_at_start(draft_len, size, all_greedy))
+        return self._is_there(GraphKey(size, draft_len, draft_len, all_greedy))
 
     def prepare_missed(self, size: int) -> None:
         """Captures the pass over rows that the head has missed, where there may be some."""
@@ -316,7 +316,7 @@ class CudaGraphs:
 
         It waits for the device, and captures the graph first if need be. None: it is lost.
         """
-        key = _key_at_start(draft_len, size, all_greedy)
+        key = GraphKey(size, draft_len, draft_len, all_greedy)
         if not self._is_there(key):
             return None
         page = self.kv_cache.page_size
@@ -451,26 +451,13 @@ def _key_of_contexts(plan: StepPlan, inputs: ContextInputs) -> GraphKey:
 
 
 def _key_of_missed(batch_size: int) -> GraphKey:
-    return GraphKey(batch_size, 0, 0, all_greedy=True, has_filters=False, reads_missed=True)
-
-
-def _key_at_start(
-    num_drafts: int, batch_size: int, all_greedy: bool, context_tokens: int = 0
-) -> GraphKey:
-    return GraphKey(
-        batch_size=batch_size,
-        num_drafts=num_drafts,
-        draft_len=num_drafts,
-        all_greedy=all_greedy,
-        has_filters=False,
-        context_tokens=context_tokens,
-    )
+    return GraphKey(batch_size, 0, 0, reads_missed=True)
 
 
 def _keys_at_start(num_drafts: int, batch_size: int, context_tokens: int = 0) -> list[GraphKey]:
     """Returns the keys to capture at start: greedy and sampled, without filters."""
-    kinds = True, False
-    return [_key_at_start(num_drafts, batch_size, kind, context_tokens) for kind in kinds]
+    greedy = GraphKey(batch_size, num_drafts, num_drafts, context_tokens=context_tokens)
+    return [greedy, greedy._replace(all_greedy=False)]
 
 
 class _Recorder:
