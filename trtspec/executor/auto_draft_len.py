@@ -127,11 +127,11 @@ class AutoDraftLen(DraftLen):
         # Of its requests, when they were last looked at: the share that is sampled, and the mean
         # tokens of context.
         self._share_sampled = self._context = 0.0
-        self._gives_way = False  # the length is not the choice's
+        self._gives_way = False  # to `runtime`: the choice does not act
         self._is_held_down = False  # it drafted less than was chosen
         self._outlooks: dict[StepShape, _Outlook] = {}
         self._shapes: dict[tuple[int, bool, bool], StepShape] = {}
-        # Numbers of steps: so far; when to decide next; when acceptance was folded, the shape new.
+        # Counts of steps: now; at the next decision; at the last fold of acceptance, or new shape.
         self._steps = self._until = self._folded = self._changed = 0
         # What steps lose for want of a faster length's graph, until that pays for its capture.
         self._loss, self._since = 0.0, 0  # seconds of each step since then
