@@ -119,7 +119,7 @@ def alone_us(compiler: GrammarCompiler, batch: int, k: int) -> dict[str, float]:
                 there.lens[:] = max(1, k)
                 there.drafts[:] = accepted[point.depth]
             started = time.perf_counter()
-            step.reach(point)
+            step.host_part(point)
             values.append((time.perf_counter() - started) * 1e6)
         step.read(Tokens([accepted] * batch, [max(1, k)] * batch, [accepted[:k]] * batch))
     names = ["verify", *(f"draft {depth}" for depth in range(k))]

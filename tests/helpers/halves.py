@@ -26,7 +26,7 @@ class StepInHalves:
     is_replay = True
 
     def __init__(self, runner: StepRunner, plan: StepPlan):
-        assert plan.reach is not None
+        assert plan.host_part is not None
         self.runner, self.plan = runner, plan
         self._points: SimpleQueue[Point | None] = SimpleQueue()
         self._go_on: SimpleQueue[bool] = SimpleQueue()
@@ -44,13 +44,13 @@ class StepInHalves:
         return done
 
     def _launch(self) -> Iterator[None]:
-        assert self.plan.reach is not None
+        assert self.plan.host_part is not None
         is_whole = False
         try:
             while (point := self._points.get()) is not None:
                 if isinstance(point, DraftPoint):
                     yield
-                self.plan.reach(point)
+                self.plan.host_part(point)
                 self._go_on.put(True)
             is_whole = True
         finally:
@@ -86,7 +86,7 @@ def launch_in_halves(monkeypatch: Any) -> None:
     """Makes every engine launch its steps of generations with grammars in halves."""
 
     def replay(self: StepRunner, plan: StepPlan) -> Any:
-        if plan.batch.contexts or plan.reach is None:
+        if plan.batch.contexts or plan.host_part is None:
             return None
         plan.finish_before()
         return StepInHalves(self, plan)

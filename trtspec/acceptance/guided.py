@@ -12,7 +12,7 @@ from ..ops.tokens.handover import read_from_host, write_to_host
 
 def mask_target(guided: GuidedStep, logits: Tensor) -> Tensor:
     """Returns the target's logits [R, V], -inf where a token is not allowed."""
-    guided.reach(VerifyPoint())
+    guided.host_part(VerifyPoint())
     masks = guided.comm.all_gather(guided.verify_masks[: logits.shape[0]])[0]
     return mask_logits(logits, masks, None)
 
@@ -29,7 +29,7 @@ def hand_over_accepted(guided: GuidedStep, *, has_pass: bool) -> None:
     write_to_host(tokens, guided.handed_over.tokens)
     write_to_host(lens, guided.handed_over.lens)
     if has_pass:
-        guided.reach(ChosenPoint())
+        guided.host_part(ChosenPoint())
 
 
 def hand_over_drafts(guided: GuidedStep, drafts: Tensor, depth: int, *, has_pass: bool) -> None:
@@ -41,7 +41,7 @@ def hand_over_drafts(guided: GuidedStep, drafts: Tensor, depth: int, *, has_pass
     if depth + 1 < guided.num_masked_drafts:
         write_to_host(drafts, guided.handed_over.drafts)
         if has_pass:
-            guided.reach(ChosenPoint())
+            guided.host_part(ChosenPoint())
 
 
 def mask_drafts(guided: GuidedStep, logits: Tensor, d2t: Tensor | None, depth: int) -> Tensor:
@@ -53,7 +53,7 @@ def mask_drafts(guided: GuidedStep, logits: Tensor, d2t: Tensor | None, depth: i
     if depth >= guided.num_masked_drafts:
         return logits
     hand_over_accepted(guided, has_pass=False)  # where no worker did
-    guided.reach(DraftPoint(depth))
+    guided.host_part(DraftPoint(depth))
     masks = guided.draft_masks[: logits.shape[0]]
     if guided.handed_over.masks is not guided.draft_masks:
         read_from_host(masks, guided.handed_over.masks)

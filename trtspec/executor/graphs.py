@@ -110,7 +110,8 @@ class CudaGraphs:
         self._padding: dict[GraphKey, float] = {}  # seconds that it has cost, by what is missing
         self._seconds: dict[GraphKey, float] = {}  # of passes that have stood in
         self.masks: GuidedMasks | None = None  # set once a request has a grammar
-        self._reach: Callable[[Point], None] | None = None  # while a step with grammars is captured
+        self._host_part: Callable[[Point], None] | None = None
+        """Cuts the graph, while a step with grammars is captured."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = capture_stream(device)
         self.memory_bytes = 0  # taken by captures so far
@@ -144,7 +145,7 @@ class CudaGraphs:
             self.inputs.send(rows)
         for key in keys[1:]:
             self._replay_whole(key)
-        return self._replay(keys[0], len(requests), plan.reach)
+        return self._replay(keys[0], len(requests), plan.host_part)
 
     def _is_there(self, key: GraphKey) -> bool:
         """Captures a graph if need be. False: there is no memory for it, and none may be needed."""
@@ -206,7 +207,7 @@ class CudaGraphs:
             elif not self._capture_contexts(inputs, key):
                 return None
         inputs.fill(chunks)
-        return self._replay(key, len(chunks), plan.reach)
+        return self._replay(key, len(chunks), plan.host_part)
 
     def _stand_in(self, inputs: ContextInputs, plan: StepPlan) -> ContextInputs | None:
         """Returns the smallest larger shape that has a graph, to run this pass.
@@ -255,7 +256,7 @@ class CudaGraphs:
         return True
 
     def _replay(
-        self, key: GraphKey, num_requests: int, reach: Callable[[Point], None] | None
+        self, key: GraphKey, num_requests: int, host_part: Callable[[Point], None] | None
     ) -> PartialLaunch:
         """Launches a step's graphs, up to the first `DraftPoint`."""
         captured = self._graphs[key]
@@ -265,7 +266,7 @@ class CudaGraphs:
             num_rows = 1 if key.context_tokens else key.num_drafts + 1
             outputs = first_rows(captured.outputs, num_requests, num_rows)
             captured.rows[num_requests] = outputs
-        rest = _launch_parts(captured.parts, reach)
+        rest = _launch_parts(captured.parts, host_part)
         next(rest, None)
         return PartialLaunch(outputs, is_replay=True, rest=rest)
 
@@ -368,7 +369,7 @@ class CudaGraphs:
             num_passes = sum(1 for _ in self._draft_passes(self._run_step(key)))
         torch.cuda.current_stream().wait_stream(self._stream)
         recorder = _Recorder(self._pool, self._stream)
-        self._reach = recorder.cut
+        self._host_part = recorder.cut
         try:
             with no_garbage_collection():
                 with recorder.recording():
@@ -380,7 +381,7 @@ class CudaGraphs:
                     with recorder.recording():
                         next(passes)
         finally:
-            self._reach = None
+            self._host_part = None
         return _Captured(parts=recorder.parts, outputs=outputs, rows={})
 
     def _draft_passes(self, outputs: StepOutputs | None) -> Iterator[None]:
@@ -393,7 +394,7 @@ class CudaGraphs:
             return None
         if key.is_guided:
             assert self.masks is not None
-            inputs = replace(inputs, guided=self.masks.step(self._reach, key.draft_len))
+            inputs = replace(inputs, guided=self.masks.step(self._host_part, key.draft_len))
         return self.step.run(inputs, key.draft_len)
 
     def _step_inputs(self, key: GraphKey) -> StepInputs:
@@ -422,14 +423,14 @@ class CudaGraphs:
         return len(self._graphs)
 
 
-def _launch_parts(parts: list[_Part], reach: Callable[[Point], None] | None) -> Iterator[None]:
+def _launch_parts(parts: list[_Part], host_part: Callable[[Point], None] | None) -> Iterator[None]:
     """Launches graphs, with the host's part between them. It yields before the host would wait."""
     for graph, point in parts:
         graph.replay()
-        if point is not None and reach is not None:
+        if point is not None and host_part is not None:
             if isinstance(point, DraftPoint):
                 yield
-            reach(point)
+            host_part(point)
 
 
 def _key_of(plan: StepPlan, batch_size: int, context_tokens: int = 0) -> GraphKey:

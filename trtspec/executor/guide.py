@@ -168,7 +168,7 @@ class GuidedBatch:
         ]
         self._choosing = [row for row in self._rows if self.chooses[row.number]]
 
-    def reach(self, point: Point) -> None:
+    def host_part(self, point: Point) -> None:
         """Does the host's part at a point of the step."""
         if isinstance(point, DraftPoint):
             self._write_draft_masks(point.depth)

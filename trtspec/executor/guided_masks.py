@@ -139,16 +139,16 @@ class GuidedMasks:
             num_masked_drafts=max_draft_len,
         )
 
-    def step(self, reach: Callable[[Point], None] | None, draft_len: int) -> GuidedStep:
+    def step(self, host_part: Callable[[Point], None] | None, draft_len: int) -> GuidedStep:
         """Returns what a step reads. On other ranks than the first the host has no part."""
         return GuidedStep(
             verify_masks=self.verify.device,
             draft_masks=self.draft.device,
             handed_over=self.draft.handed_over,
             num_masked_drafts=min(self.num_masked_drafts, draft_len),
-            reach=reach or _pass_by,
+            host_part=host_part or _no_host_part,
         )
 
 
-def _pass_by(point: Point) -> None:
+def _no_host_part(point: Point) -> None:
     """Does nothing."""

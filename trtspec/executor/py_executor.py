@@ -412,7 +412,7 @@ class PyExecutor:
             batch=batch,
             num_drafts=num_drafts,
             draft_len=draft_len,
-            reach=None if guided is None else guided.reach,
+            host_part=None if guided is None else guided.host_part,
             finish_before=self._finish_launches,
         )
         plan = self.runner.with_missed(plan)

@@ -301,7 +301,7 @@ class StepPlan(NamedTuple):
     batch: ScheduledBatch
     num_drafts: int  # K', drafts that each generation verifies
     draft_len: int  # drafts to propose for the next step
-    reach: Callable[[Point], None] | None = None  # does the host's part, where there are grammars
+    host_part: Callable[[Point], None] | None = None  # called at points, where there are grammars
     reads_missed: bool = False  # the head reads first what it has missed of these requests
     leaves_head: bool = False  # it drafts nothing, and leaves the head's work for later
     finish_before: Callable[[], None] = _nothing_before

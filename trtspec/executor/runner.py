@@ -229,7 +229,7 @@ class StepRunner:
             tables = [table[first:] for table in inputs.block_tables]
             self.step.read_missed(inputs.slot_ids[first:], tables)
         if plan.batch.is_guided:
-            inputs = replace(inputs, guided=self.masks.step(plan.reach, plan.draft_len))
+            inputs = replace(inputs, guided=self.masks.step(plan.host_part, plan.draft_len))
         outputs = self.step.run(inputs, plan.draft_len)
         for _ in self.step.draft_passes(outputs):
             pass

@@ -68,7 +68,7 @@ class GuidedStep:
     draft_masks: Tensor  # [>= B, W], of the draft that is drawn next
     handed_over: HandedOver
     num_masked_drafts: int  # the first ones of each step; the others are free
-    reach: Callable[[Point], None]
+    host_part: Callable[[Point], None]
     """Called where the host does its part."""
     comm: Communicator = ALONE  # the first rank's masks count
     accepted: tuple[Tensor, Tensor] | None = field(default=None, init=False)
