@@ -26,10 +26,10 @@ from .pinned import PinnedBuffer, PinnedBuffers
 from .request import Request, ScheduledBatch, StepPlan
 
 
-class Results(NamedTuple):
-    """What a step computed, on the host, once `ready`."""
+class HostOutputs(NamedTuple):
+    """`StepOutputs` on the host, once `ready`."""
 
-    new_tokens: np.ndarray  # this and the next fields as in StepOutputs
+    new_tokens: np.ndarray
     new_tokens_lens: np.ndarray
     bad_requests: np.ndarray
     hidden_states: Tensor | None
@@ -53,10 +53,10 @@ class LaunchedStep:
     num_proposed: Tensor | None  # [G] drafts that it had to verify, if recorded
     guided: GuidedBatch | None  # where there are grammars
     is_replay: bool  # a graph ran it
-    launch_rest: Callable[[], Results] | None
+    launch_rest: Callable[[], HostOutputs] | None
     """Launches what is left of the step, and the copies of its results; None once that is done."""
     waited: float = 0.0  # seconds that the host waited for its results
-    _results: Results | None = None
+    _results: HostOutputs | None = None
 
     def finish_launch(self) -> None:
         """Launches it to its end, and starts the copies of its results, unless that is done."""
@@ -65,7 +65,7 @@ class LaunchedStep:
             self.launch_rest = None
 
     @property
-    def results(self) -> Results:
+    def results(self) -> HostOutputs:
         """Returns its results, which may not be ready yet."""
         self.finish_launch()
         assert self._results is not None
@@ -167,13 +167,13 @@ class StepReader:
 
     def _launch_rest(
         self, launch: PartialLaunch, drafts_of: Callable[[], Tensor] | None
-    ) -> Results:
+    ) -> HostOutputs:
         outputs = launch.finish()
         hidden, drafts, verified = outputs.hidden_states, None, outputs.num_verified
         arrays, buffer = self._small_to_host(outputs)
         if drafts_of is not None:
             drafts = drafts_of() if outputs.drafts is None else outputs.drafts
-        return Results(
+        return HostOutputs(
             new_tokens=arrays[0],
             new_tokens_lens=arrays[1],
             bad_requests=arrays[2],
