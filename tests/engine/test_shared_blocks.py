@@ -15,8 +15,8 @@ from trtspec.metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS
 from trtspec.ops.layer.fp8 import FP8
 from trtspec.state.blocks import BlockPool
 from trtspec.state.kv_cache import BlockCopy, KVCacheManager, KVGroupSpec, PrefixReuse
-from trtspec.state.prefix import Donors, PrefixChain, root_key
-from trtspec.state.prefix_search import PrefixQuery
+from trtspec.state.prefix import PrefixChain, root_key
+from trtspec.state.prefix_search import Donors, PrefixQuery
 
 PAGE, CPU, JUNK = 4, torch.device("cpu"), -1
 OPERATIONS = 1_000_000 if full() else 250_000

@@ -10,8 +10,8 @@ from ..distributed.link import EngineLink
 from ..metadata.attention import NULL_BLOCK
 from ..state.blocks import BlockPool
 from ..state.kv_cache import BlockCopy, KVCacheManager
-from ..state.prefix import PrefixChain, PrefixHit
-from ..state.prefix_search import PrefixQuery
+from ..state.prefix import PrefixChain
+from ..state.prefix_search import PrefixHit, PrefixQuery
 
 
 class CopiedTables(NamedTuple):

@@ -12,8 +12,7 @@ from itertools import islice
 
 from ..config import ExecutorConfig
 from ..state.kv_cache import KVCacheManager
-from ..state.prefix import PrefixHit
-from ..state.prefix_search import PrefixQuery
+from ..state.prefix_search import PrefixHit, PrefixQuery
 from .draft_len import DraftLen
 from .embeds import content_of, reusable_tokens
 from .request import ContextChunk, Request, RequestState, ScheduledBatch

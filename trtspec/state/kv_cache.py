@@ -54,8 +54,8 @@ from ..metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS, KVGroup
 from ..ops.layer.kv_codes import as_bytes
 from ..utils import rows_to_tensor, to_device, untouched_zeros
 from .blocks import BlockPool
-from .prefix import Content, Donors, PrefixChain, PrefixHit, no_content
-from .prefix_search import PrefixQuery, PrefixSearch
+from .prefix import Content, PrefixChain, no_content
+from .prefix_search import Donors, PrefixHit, PrefixQuery, PrefixSearch
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,17 @@
-"""`PrefixSearch`: which beginning of a sequence the blocks of a cache still hold."""
+"""`PrefixSearch`: the longest beginning of a sequence that the blocks of a cache still hold."""
 
 from __future__ import annotations
 
+from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .blocks import BlockPool
-from .prefix import Donor, Donors, PrefixChain, PrefixHit
+from .prefix import TOKEN_BYTES, PrefixChain
+
+MAX_COMPARED = 32
+"""How many blocks of the same beginning are compared for the longest."""
 
 
 class PrefixQuery(NamedTuple):
@@ -16,6 +21,76 @@ class PrefixQuery(NamedTuple):
     tokens: Callable[[int, int], Sequence[int]]  # of positions [start, end), fewer at its end
     limit: int  # most tokens to be reused
     cut: Callable[[int], int] = int  # -> the last position up to there at which a pass may begin
+
+
+class PrefixHit(NamedTuple):
+    """What of a sequence the cache holds: whole blocks, then rows to be copied from another."""
+
+    num_tokens: int = 0
+    num_blocks: int = 0  # whole ones, shared
+    source: bytes | None = None  # key of the block that the other rows are copied from
+    owner: int | None = None  # the rank that has them, where ranks have blocks of their own
+
+    def without_copy(self, page_size: int) -> PrefixHit:
+        return self._replace(num_tokens=self.num_blocks * page_size, source=None)
+
+
+class Donor(NamedTuple):
+    """A block whose first rows can be copied."""
+
+    key: bytes
+    num_tokens: int
+
+
+class Donors:
+    """Blocks by their parent's key and first token, for requests that share a block's beginning.
+
+    Args:
+        least: tokens that a request must share, or a copy is not worth it.
+    """
+
+    def __init__(self, least: int = 1) -> None:
+        self._least = least
+        self._siblings: dict[bytes, OrderedDict[bytes, bytes]] = {}  # start -> key -> tokens
+        self._start_of: dict[bytes, bytes] = {}  # key -> parent and first token
+
+    def __len__(self) -> int:
+        return len(self._start_of)
+
+    def add(self, chain: PrefixChain, i: int) -> None:
+        """Adds block i of a chain, unless it is not all text."""
+        key, tokens = chain.keys[i], chain.tokens[i]
+        if tokens and key not in self._start_of:
+            start = chain.parent(i) + tokens[:TOKEN_BYTES]
+            self._start_of[key] = start
+            self._siblings.setdefault(start, OrderedDict())[key] = tokens
+
+    def drop(self, key: bytes) -> None:
+        """Drops a block that can no longer be found in every group."""
+        start = self._start_of.pop(key, None)
+        if start is not None:
+            siblings = self._siblings[start]
+            del siblings[key]
+            if not siblings:
+                del self._siblings[start]
+
+    def longest(self, parent: bytes, wanted: Sequence[int], ahead: int) -> Donor | None:
+        """Returns the block that shares most tokens with `wanted`, among the newest ones.
+
+        The last `ahead` shared tokens do not count: rows before them would have read others.
+        """
+        more = ahead + self._least  # tokens that a better one shares
+        packed = array("i", wanted).tobytes()
+        siblings = self._siblings.get(parent + packed[:TOKEN_BYTES], OrderedDict())
+        best: Donor | None = None
+        for key, _ in zip(reversed(siblings), range(MAX_COMPARED), strict=False):
+            if more > len(wanted):
+                break
+            # Most share no more than the template of a chat: one comparison shows it.
+            if siblings[key].startswith(packed[: more * TOKEN_BYTES]):
+                count = _num_shared(siblings[key], packed)
+                best, more = Donor(key, count - ahead), count + 1
+        return best
 
 
 class PrefixSearch(NamedTuple):
@@ -110,3 +185,15 @@ class PrefixSearch(NamedTuple):
             if num_blocks - hit.num_blocks + pool.num_unused(keys) + spare > pool.num_free:
                 return False
         return True
+
+
+def _num_shared(a: bytes, b: bytes) -> int:
+    """Returns how many tokens two packed sequences share at their beginning."""
+    low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
+    while low < high:  # by halves: comparing bytes is one call
+        middle = (low + high + 1) // 2
+        if a[: middle * TOKEN_BYTES] == b[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
