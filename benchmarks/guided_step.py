@@ -46,7 +46,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from trtspec import LLM, GuidedDecodingParams
-from trtspec.executor.guide import GuidedBatch, Tokens
+from trtspec.executor.guide import GuidedBatch
 from trtspec.executor.guided_masks import DraftMasks, GuidedMasks
 from trtspec.executor.request import ScheduledBatch
 from trtspec.executor.results import StepReader
@@ -121,7 +121,7 @@ def alone_us(compiler: GrammarCompiler, batch: int, k: int) -> dict[str, float]:
             started = time.perf_counter()
             step.host_part(point)
             values.append((time.perf_counter() - started) * 1e6)
-        step.read(Tokens([accepted] * batch, [max(1, k)] * batch, [accepted[:k]] * batch))
+        step.read([accepted] * batch, [max(1, k)] * batch, [accepted[:k]] * batch)
     names = ["verify", *(f"draft {depth}" for depth in range(k))]
     return {name: round(median(v), 1) for name, v in zip(names, times, strict=True)}
 
@@ -139,7 +139,7 @@ class HostTimes:
             (GuidedBatch, "_write_draft_masks", "masks"),
             (DraftMasks, "wait", "wait"),
             (torch.cuda.CUDAGraph, "replay", "launch"),
-            (StepReader, "_finish", "results"),
+            (StepReader, "_launch_rest", "results"),
         ):
             self._watch(owner, method, name)
         return self
