@@ -46,7 +46,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from trtspec import LLM, GuidedDecodingParams
-from trtspec.executor.guide import GuidedBatch
+from trtspec.executor.guided_batch import GuidedBatch
 from trtspec.executor.guided_masks import DraftMasks, GuidedMasks
 from trtspec.executor.request import ScheduledBatch
 from trtspec.executor.results import StepReader

@@ -27,7 +27,7 @@ from trtspec import (
     UserProvidedDecodingConfig,
 )
 from trtspec.errors import RequestError
-from trtspec.executor import guide
+from trtspec.executor import guide, guided_batch
 from trtspec.guided.compiler import GrammarCompiler
 from trtspec.guided.grammar import Grammar
 
@@ -351,7 +351,7 @@ def test_a_slow_grammar_ends_its_request(llm: LLM, monkeypatch: pytest.MonkeyPat
         time.sleep(0.1 if len(self.tokens) > 3 else 0)
         fill(self, masks, first, drafts)
 
-    monkeypatch.setattr(guide, "MASK_SECONDS", 0.05)
+    monkeypatch.setattr(guided_batch, "MASK_SECONDS", 0.05)
     monkeypatch.setattr(Grammar, "fill", slow)
     output = llm.generate(PROMPT, guided(max_tokens=20, regex="[cdef]{40}"))
     assert output.outputs[0].finish_reason == "error" and "masks of a step" in output.error

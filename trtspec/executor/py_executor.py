@@ -32,7 +32,8 @@ from .admission import Admission
 from .book import RequestBook
 from .choose_draft_len import draft_len_of
 from .dead_drafter import DeadDrafterWatch
-from .guide import Guide, GuidedBatch
+from .guide import Guide
+from .guided_batch import GuidedBatch
 from .host_drafts import draft_on_host
 from .observer import StepObserver, Watch
 from .request import Request, RequestState, ScheduledBatch, StepPlan, StopCheck

@@ -20,7 +20,7 @@ from ..api.outputs import Logprob
 from ..ops.tokens.logprobs import TokenLogprobs
 from .device_step import PartialLaunch
 from .forward_step import StepOutputs
-from .guide import GuidedBatch
+from .guided_batch import GuidedBatch
 from .logprobs import LogprobRows, logprob_entry
 from .pinned import PinnedBuffer, PinnedBuffers
 from .request import Request, ScheduledBatch, StepPlan
