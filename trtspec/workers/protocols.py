@@ -1,4 +1,4 @@
-"""What a worker needs from models and executor: protocols and one record."""
+"""What a worker needs from models and executor: protocols, and two records."""
 
 from __future__ import annotations
 
