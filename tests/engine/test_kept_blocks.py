@@ -43,10 +43,10 @@ def test_no_block_is_given_back_and_taken_again(
 
     schedule = Scheduler.schedule
 
-    def scheduling(self: Scheduler) -> Any:
+    def scheduling(self: Scheduler, draft_len: Any) -> Any:
         self._trim_all()
         asked.append(len(self.running))
-        return schedule(self)
+        return schedule(self, draft_len)
 
     monkeypatch.setattr(Scheduler, "schedule", scheduling)
     monkeypatch.setattr(KVCacheManager, "reserve", reserving)
