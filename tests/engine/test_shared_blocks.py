@@ -357,9 +357,9 @@ def test_the_longest_of_several_beginnings_is_copied() -> None:
     best = donors.longest(root_key(None), [1, 2, 3, 4, 5, 6], ahead)
     assert best is not None and best.num_tokens == 4
     assert donors.longest(root_key(None), [1, 9], ahead) is None, "its row would read another token"
-    for key in list(donors._place_of):
+    for key in list(donors._start_of):
         donors.drop(key)
-    assert not len(donors) and not donors._of
+    assert not len(donors) and not donors._siblings
 
 
 def test_a_window_needs_its_own_blocks_alone() -> None:
