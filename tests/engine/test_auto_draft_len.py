@@ -919,10 +919,11 @@ def test_times_are_kept_for_the_next_engine(
     (path,) = (tmp_path / "cache" / "step_times").glob("*.json")
     rows = json.loads(path.read_text())
     assert {tuple(shape) for *shape, _, _, _ in rows} == {(1, True, False)}
-    assert {length for *_, length, _, _ in rows} >= {0, 3}
+    timed = {length for *_, length, _, _ in rows}  # one that ran for two steps at least
+    assert timed >= {0} and len(timed) > 1
     assert all(0 < fixed < 10 and per_token == 0 for *_, fixed, per_token in rows)
     again = LLM(target_dir, config, device="cpu", dtype="float32", max_seq_len=256)
-    assert again.executor._draft_len.costs.is_known(GREEDY, 3)
+    assert all(again.executor._draft_len.costs.is_known(GREEDY, length) for length in timed)
     cache = KvCacheConfig(dtype="fp8")  # whose steps take another time
     other = LLM(
         target_dir,
