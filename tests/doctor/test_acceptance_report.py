@@ -793,6 +793,9 @@ def test_the_command_without_extras(run: Any, tmp_path: Path) -> None:
         (["--json-file", "nowhere/x.json"], "is not there"),
         (["--html", "."], "is a directory"),
         (["--max-tokens", "0"], "max_tokens=0"),
+        (["--advise", "--max-draft-len", "auto"], "with --max-draft-len auto steps verify fewer"),
+        (["--advise", "--draft-len-schedule", "2:1"], "with --draft-len-schedule"),
+        (["--advise", "--max-verified-drafts", "1"], "with --max-verified-drafts"),
     ],
 )
 def test_bad_usage_is_one_line(run: Any, arguments: list[str], expected: str) -> None:
@@ -838,6 +841,14 @@ def test_names_are_drawn_as_they_are(run: Any, tmp_path: Path) -> None:
     for name in ("$\\frac{$", "a\ufffd\ufffd[31mb\ufffdc", "\ufffd half", "[b]x[/i] $x^2$"):
         assert f"<!-- {name} -->" in drawn[1]
     assert max(map(len, re.findall(r"<!-- (.*) -->", drawn[1]))) <= 50
+
+
+def test_what_was_measured_is_kept_where_there_is_no_advice(run: Any, tmp_path: Path) -> None:
+    file, few = tmp_path / "report.json", ("--categories", "b", "--per-category", "1")
+    given = (*few, "--advise", "--max-batch-size", 1000, "--json-file", file)
+    code, out, err = run(*given, mode="ngram")
+    assert code == 2 and "1000 prompts" in err and "do not fit the engine" in err
+    assert "tokens per step" in out and json.loads(file.read_text())["advice"] is None
 
 
 @pytest.mark.parametrize("broken", ["_print_report", "render_html"])

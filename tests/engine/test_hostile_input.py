@@ -25,7 +25,9 @@ from trtspec import (
     KvCacheConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
+    SADecodingConfig,
     SamplingParams,
+    SaveHiddenStatesDecodingConfig,
 )
 from trtspec.api.text_stream import TextStream
 from trtspec.config import EngineConfig
@@ -327,6 +329,27 @@ def test_the_flags_of_look_up_are_true_or_false(name: str) -> None:
         (lambda: TrainConfig(seed=2**63), r"seed=9223372036854775808"),
         (lambda: NGramDecodingConfig.from_dict(5), r"from_dict\(5\).*a dict"),
         (lambda: NGramDecodingConfig.from_dict({1: 2, "x": 3}), "no field 1, x"),
+        (lambda: SADecodingConfig(max_matching_ngram_size=0), r"size=0: .* 1 … 64, or -1 \(32\)"),
+        (
+            lambda: MTPDecodingConfig(max_draft_len="auto", num_nextn_predict_layers=2),
+            "2 drafts be",
+        ),
+        (
+            lambda: MTPDecodingConfig(num_nextn_predict_layers="auto", max_draft_len=2),
+            "2 drafts be",
+        ),
+        *(
+            (
+                lambda given=given: SaveHiddenStatesDecodingConfig(output_directory="x", **given),
+                f"{next(iter(given))}=.*nothing is drafted here",
+            )
+            for given in (
+                {"draft_len_schedule": "auto"},
+                {"max_concurrency": 2},
+                {"max_verified_drafts": 2},
+                {"acceptance": "block"},
+            )
+        ),
     ],
 )
 def test_configs_that_cannot_be_are_refused_by_name(make: Any, message: str) -> None:
@@ -336,5 +359,13 @@ def test_configs_that_cannot_be_are_refused_by_name(make: Any, message: str) -> 
 
 def test_configs_with_lists_can_be_hashed() -> None:
     layers = {"eagle3_layers_to_capture": [1, 2], "speculative_model": "head"}
+    layers["draft_len_schedule"] = {4: 2}
     for make, fields in ((CudaGraphConfig, {"batch_sizes": [1, 2]}), (EagleDecodingConfig, layers)):
         assert hash(make(**fields)) == hash(make(**fields)) and make(**fields) == make(**fields)
+
+
+def test_a_config_keeps_no_schedule_of_the_callers() -> None:
+    schedule = {4: 2}
+    config = NGramDecodingConfig(draft_len_schedule=schedule)
+    schedule[4] = 99
+    assert config.draft_len_schedule == {4: 2}

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..data.acceptance_prompts import AcceptancePrompt, load_prompts, select_prompts
+from ..errors import ConfigError, RequestError
 from .engine import load_llm, load_pair, parse_mode
 from .errors import CliError
 from .numbers import MAX_TEMPERATURE, parse_numbers
@@ -50,6 +51,8 @@ def run_acceptance(options: EngineOptions, what: AcceptanceOptions, output: Json
     """Returns the exit code."""
     if parse_mode(options.speculative).is_none():
         raise CliError("--speculative none drafts nothing to measure: name a drafting mode.")
+    if what.advise:
+        _refuse_advice(options)
     plan = Plan.of(what)
     files = [path for path in (what.html, output.json_file) if path is not None]
     for path in files:
@@ -61,7 +64,7 @@ def run_acceptance(options: EngineOptions, what: AcceptanceOptions, output: Json
 
         require_matplotlib()  # before minutes of measuring
     with redirect_stdout(sys.stderr), Progress() as progress:
-        report = _measure(options, what, plan, progress)
+        report, failure = _measure(options, what, plan, progress)
     if output.is_wanted:  # first: whatever happens to the rest, nothing is measured again
         write_json(output, {"model": options.model, "head": options.head, **report.to_json()})
     console = make_console(stderr=output.as_json)
@@ -76,12 +79,30 @@ def run_acceptance(options: EngineOptions, what: AcceptanceOptions, output: Json
         what.html.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
     for path in files:
         console.print(Text(f"written: {path}", style="dim"), soft_wrap=True)
+    if failure is not None:
+        raise failure
     return 0
+
+
+def _refuse_advice(options: EngineOptions) -> None:
+    """Raises CliError where steps would draft less than K: advice is on K for all steps."""
+    settings = {
+        "--max-draft-len auto": (options.max_draft_len or "").strip().lower() == "auto",
+        "--draft-len-schedule": options.draft_len_schedule is not None,
+        "--max-verified-drafts": options.max_verified_drafts is not None,
+    }
+    for name, is_given in settings.items():
+        if is_given:
+            raise CliError(
+                f"--advise needs the acceptance of all K drafts, and with {name} steps verify "
+                "fewer. Leave out one of them."
+            )
 
 
 def _measure(
     options: EngineOptions, what: AcceptanceOptions, plan: Plan, progress: Progress
-) -> AcceptanceReport:
+) -> tuple[AcceptanceReport, Exception | None]:
+    """Returns the report, and why it has no advice if that was asked for and could not be given."""
     from ..report import measure_acceptance
 
     plain: LLM | None = None
@@ -99,11 +120,13 @@ def _measure(
         progress=progress,
     )
     if plain is None:
-        return report
+        return report, None
     ids = sorted((llm.apply_chat_template(p.messages) for p in plan.prompts), key=len)
-    return replace(
-        report, advice=_advise(plain, llm, ids, report, options.max_batch_size, progress)
-    )
+    try:
+        advice = _advise(plain, llm, ids, report, options.max_batch_size, progress)
+    except (ConfigError, RequestError) as error:  # what was measured is worth minutes
+        return report, error
+    return replace(report, advice=advice), None
 
 
 def _advise(

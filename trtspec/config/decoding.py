@@ -10,7 +10,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from ..checks import is_int, is_number
@@ -75,7 +75,7 @@ class DecodingBaseConfig:
 
     max_draft_len: int = 4
     max_concurrency: int | None = None
-    draft_len_schedule: Mapping[int, int] | Literal["auto"] | None = None
+    draft_len_schedule: Mapping[int, int] | Literal["auto"] | None = field(default=None, hash=False)
     max_verified_drafts: int | None = None
     acceptance: str = "rejection"
 
@@ -536,11 +536,13 @@ class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
     def __post_init__(self) -> None:
         require_int(self, "max_draft_len", 0, 0)
         require_common(self)
-        if self.acceptance != DecodingBaseConfig.acceptance:
-            raise ConfigError(
-                f"SaveHiddenStatesDecodingConfig.acceptance={self.acceptance!r}: nothing is "
-                "drafted here, so there is nothing to accept. Leave it out."
-            )
+        for name in ("acceptance", "max_concurrency", "draft_len_schedule", "max_verified_drafts"):
+            value = getattr(self, name)
+            if value != getattr(DecodingBaseConfig, name):
+                raise ConfigError(
+                    f"SaveHiddenStatesDecodingConfig.{name}={shown(value)}: nothing is drafted "
+                    "here. Leave it out."
+                )
         require_path(self, "output_directory")
         require_layers(self, "eagle3_layers_to_capture")
         require_int(self, "tokens_per_file", 1, None)
@@ -608,8 +610,14 @@ def resolve_auto(config: DecodingBaseConfig) -> None:
             f"{type(config).__name__}: {name}='auto' chooses K itself; give a number with "
             f"draft_len_schedule={shown(config.draft_len_schedule)}, or leave that out."
         )
-    for field in {name, "max_draft_len"}:
-        object.__setattr__(config, field, config.auto_draft_len)
+    for given in (getattr(config, name), config.max_draft_len):
+        if given not in ("auto", 0, getattr(type(config), name)):
+            raise ConfigError(
+                f"{type(config).__name__}: {shown(given)} drafts beside 'auto': {name} and "
+                "max_draft_len are the same. Give one of them."
+            )
+    for each in {name, "max_draft_len"}:
+        object.__setattr__(config, each, config.auto_draft_len)
     object.__setattr__(config, "draft_len_schedule", "auto")
 
 
@@ -627,7 +635,7 @@ def resolve_lookup(config: HeadDecodingConfig | DraftTargetDecodingConfig) -> No
     if isinstance(given, SADecodingConfig):
         drafting = SADecodingConfig(**given.search_fields())
         values = {f.name: getattr(given, f.name) for f in fields(given)}
-        other = [field for field in values if values[field] != getattr(drafting, field)]
+        other = [n for n in values if values[n] != getattr(drafting, n)]
         if other:
             raise ConfigError(
                 f"{name}.sa_config=SADecodingConfig({other[0]}={shown(values[other[0]])}): beside "
@@ -689,3 +697,4 @@ def _check_schedule(config: DecodingBaseConfig) -> None:
             f"numbers of requests (>= 1) to draft lengths in 0 … {most}, like "
             '{4: 4, 8: 2, 32: 1}, "auto" or None.'
         )
+    object.__setattr__(config, "draft_len_schedule", dict(schedule))  # not the caller's

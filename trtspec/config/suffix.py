@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..checks import is_number
+from ..checks import is_int, is_number
 from ..errors import ConfigError, shown
 from .fields import require_bool, require_int
 
@@ -27,10 +27,13 @@ class SuffixSearchConfig:
 
     def check_search(self) -> None:
         """Raises ConfigError where a field is out of range."""
-        if self.max_matching_ngram_size != -1:
-            require_int(self, "max_matching_ngram_size", 1, 64)
-        require_int(self, "min_matching_ngram_size", 1, 64)
         most, name = self.max_matching_ngram_size, type(self).__name__
+        if most != -1 and not is_int(most, 1, 64):
+            raise ConfigError(
+                f"{name}.max_matching_ngram_size={shown(most)}: it must be an int in 1 … 64, or "
+                f"-1 ({LONGEST})."
+            )
+        require_int(self, "min_matching_ngram_size", 1, 64)
         if most != -1 and self.min_matching_ngram_size > most:
             raise ConfigError(
                 f"{name}.min_matching_ngram_size={self.min_matching_ngram_size} is above "

@@ -51,7 +51,8 @@ class AcceptanceReport:
     def rates_to_advise(self) -> list[float | None]:
         """Conditional rates at the first temperature, where a draft that was not made counts as
         not accepted: `advise` then expects of the longest draft what was measured. For a head,
-        which always proposes, they are its conditional rates."""
+        which always proposes, they are its conditional rates. An engine whose steps draft or verify
+        fewer than K (`draft_len_schedule`, "auto", `max_verified_drafts`) has none to advise by."""
         found = self.overall[0].acceptance
         before = (found.num_steps, *found.accepted)
         return [n / b if b else None for n, b in zip(found.accepted, before, strict=False)]
