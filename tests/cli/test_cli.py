@@ -766,6 +766,11 @@ def test_demo_in_plain_text(run, fake):
     assert "draft  4" in out and "\x1b" not in out and "╭" not in out
 
 
+def test_demo_has_no_option_for_the_cache_that_it_leaves_out(run):
+    code, _, err = run("demo", "--no-block-reuse")
+    assert code == 2 and "No such option: --no-block-reuse" in error_line(err)
+
+
 def test_demo_is_honest_about_differences(run, fake, monkeypatch):
     monkeypatch.setattr(fake, "diverges_at", 5)
     code, out, _ = run("demo", "--max-tokens", "6")

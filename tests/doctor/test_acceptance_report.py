@@ -767,6 +767,17 @@ def test_json_alone_prints_the_object_and_nothing_else(run: Any) -> None:
     assert json.loads(out)["mode"] == "ngram" and "note:" not in err
 
 
+def test_a_category_called_all_has_a_row(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "all.jsonl"
+    messages = [{"role": "user", "content": "hello"}]
+    lines = [{"id": name, "category": name, "messages": messages} for name in ("all", "b")]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    code, out, err = run(prompts=file, mode="ngram")
+    assert code == 0, err
+    rows = [re.findall(r"\w+", line) for line in out.splitlines() if re.match(r"\W+all\b", line)]
+    assert [row[-2] for row in rows] == ["1", "2"]  # prompts
+
+
 def test_the_command_without_extras(run: Any, tmp_path: Path) -> None:
     code, out, _ = run("--categories", "b", "--per-category", "1", mode="ngram")
     assert code == 0 and "1 prompts" in out and "draft length" not in out

@@ -584,3 +584,10 @@ def test_smollm2_logits(smollm2: Path) -> None:
         expected = reference(ids[None]).logits[0]
     assert (logits - expected).abs().max() < 1e-3
     assert tokenizer.decode(logits[-1].argmax()) == " Paris"
+
+
+def test_the_working_directory_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert zoo.resolve_model(".") == zoo.resolve_model("../" + tmp_path.name) == tmp_path

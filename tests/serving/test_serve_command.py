@@ -25,6 +25,7 @@ from trtspec.cli import main
 from trtspec.cli.options import EngineOptions
 from trtspec.cli.serve import default_batch_size
 from trtspec.errors import ConfigError
+from trtspec.serving.config import ServerConfig
 
 LONG = {"model": "tiny", "prompt": "abc", "max_tokens": 250, "ignore_eos": True, "temperature": 0}
 
@@ -156,6 +157,22 @@ def test_a_request_that_outlasts_the_timeout_is_told(model_dir: Path) -> None:
         last = [reply.result(30) for reply in replies]
     assert 503 in [reply.status_code for reply in last]
     assert all("the server ends" in r.text for r in last if r.status_code == 503)
+
+
+def test_the_name_in_requests_is_the_directorys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str | None] = []
+
+    def refuse(config: ServerConfig) -> None:
+        names.append(config.served_model_name)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("trtspec.serving.run.listen", refuse)
+    monkeypatch.chdir(tmp_path)
+    for model in (".", "a/b/", "smollm2-135m"):
+        assert main(["serve", model]) == 2
+    assert names == [tmp_path.name, "b", "smollm2-135m"]
 
 
 def test_what_is_refused_before_a_model_is_loaded(

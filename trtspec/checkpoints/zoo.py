@@ -90,7 +90,7 @@ def head_for(model: str | os.PathLike[str], kind: str) -> str | None:
 
 
 def resolve_model(model: str | os.PathLike[str], progress: Progress | None = None) -> Path:
-    """A directory as it is; a .gguf file converted once; a known name fetched once.
+    """A directory's absolute path; a .gguf file converted once; a known name fetched once.
 
     Args:
         model: a Hugging Face directory, a .gguf file, or a name in `MODELS`.
@@ -102,7 +102,7 @@ def resolve_model(model: str | os.PathLike[str], progress: Progress | None = Non
     """
     tell = progress or (lambda text: None)
     try:
-        path = Path(os.path.expanduser(model))
+        path = Path(os.path.abspath(os.path.expanduser(model)))  # "." has no name
     except TypeError as error:
         raise ConfigError(
             f"model={model!r} is not a path. Give a Hugging Face model directory, a .gguf file, or "

@@ -172,9 +172,9 @@ def _print_report(console: Console, options: EngineOptions, report: AcceptanceRe
         ),
         soft_wrap=True,
     )
-    console.print(_length_table("category", [*report.by_category, *report.overall], report))
+    console.print(_length_table("category", [report.by_category, report.overall], report))
     console.print(_position_table(report))
-    console.print(_length_table("context", report.by_context, report))
+    console.print(_length_table("context", [report.by_context], report))
     if report.advice is not None:
         _print_advice(console, report.advice, report)
     banner = forced_banner(about["forced_acceptance"])
@@ -185,8 +185,8 @@ def _print_report(console: Console, options: EngineOptions, report: AcceptanceRe
         console.print(Text(text, style="bold white on red"), soft_wrap=True)
 
 
-def _length_table(name: str, groups: Sequence[Group], report: AcceptanceReport) -> Table:
-    """Returns a table with a row per name and a column per temperature."""
+def _length_table(name: str, parts: Sequence[Sequence[Group]], report: AcceptanceReport) -> Table:
+    """Returns a table with a row for each name of each part, and a column per temperature."""
     from ..report.html import interval_text
 
     table = Table(title=f"tokens per step by {name}", title_justify="left")
@@ -195,8 +195,9 @@ def _length_table(name: str, groups: Sequence[Group], report: AcceptanceReport) 
         table.add_column(f"T={temperature:g}", justify="right")
     for heading in ("prompts", "steps"):
         table.add_column(heading, justify="right")
-    for row in dict.fromkeys(group.name for group in groups):
-        found = {group.temperature: group.acceptance for group in groups if group.name == row}
+    rows = [(i, group.name) for i, part in enumerate(parts) for group in part]
+    for i, row in dict.fromkeys(rows):
+        found = {g.temperature: g.acceptance for g in parts[i] if g.name == row}
         cells = [
             interval_text(found[t].acceptance_length) if t in found else "-"
             for t in report.temperatures

@@ -131,7 +131,7 @@ def bench(
 
 
 @app.command()
-@takes_records(without=("speculative", "acceptance", "max_batch_size"))
+@takes_records(without=("speculative", "acceptance", "max_batch_size", "no_block_reuse"))
 def demo(
     *,
     speculative: Annotated[

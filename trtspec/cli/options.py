@@ -246,7 +246,9 @@ class ServeOptions:
     ] = None
     served_model_name: Annotated[
         str | None,
-        typer.Option("--served-model-name", help="Name in requests. Default: the MODEL given."),
+        typer.Option(
+            "--served-model-name", help="Name in requests. Default: the last part of MODEL."
+        ),
     ] = None
     max_batch_size: Annotated[
         int | None,

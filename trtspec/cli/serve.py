@@ -57,7 +57,7 @@ def run_serve(options: EngineOptions, given: ServeOptions) -> int:
         host=given.host,
         port=given.port,
         api_key=given.api_key,
-        served_model_name=given.served_model_name or Path(options.model).name,
+        served_model_name=given.served_model_name or Path(os.path.abspath(options.model)).name,
         max_body_bytes=given.max_body_bytes,
         max_n=given.max_n,
         shutdown_timeout=given.shutdown_timeout,
