@@ -715,6 +715,8 @@ def test_contexts_of_a_sweep_are_padded(run, fake, monkeypatch):
         (["--speculative", "none"], "nothing to compare"),
         (["--csv", "nowhere/t.csv"], "is not there"),
         (["--max-tokens", "8192"], "more than the model's 8192"),
+        (["--csv", "t", "--json-file", "./t"], "--csv and --json-file are both t: name two files"),
+        (["--prefill-batch-size", "2"], "--prefill-batch-size 2 is above --concurrency 1"),
     ],
 )
 def test_what_a_sweep_refuses(run, arguments, message):
@@ -733,6 +735,13 @@ def test_pictures_are_svg(run, fake, tmp_path):
     code, _, err = run(*SWEEP, "--picture", str(picture))
     assert code == 2 and "p.png: the table is drawn as SVG alone. Give a name" in error_line(err)
     assert fake.built == [] and not picture.exists()
+
+
+def test_a_sweep_waits_for_slots_that_all_its_engines_have(run, fake):
+    code, _, err = run(*SWEEP, "--prefill-batch-size", "2", "--concurrency", "2,4")
+    assert code == 0, err
+    scout, *others = [llm.options["prefill_batch_size"] for llm in fake.built]
+    assert scout is None and set(others) == {2}
 
 
 def test_options_of_a_sweep_need_it(run):

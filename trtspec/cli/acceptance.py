@@ -18,7 +18,7 @@ from .engine import load_llm, load_pair, parse_mode
 from .errors import CliError
 from .numbers import MAX_TEMPERATURE, parse_numbers
 from .options import AcceptanceOptions, EngineOptions, JsonOptions
-from .output import check_writable, write_json
+from .output import check_files, write_json
 from .render import forced_banner, make_console
 from .status import Progress
 
@@ -54,11 +54,7 @@ def run_acceptance(options: EngineOptions, what: AcceptanceOptions, output: Json
     if what.advise:
         _refuse_advice(options)
     plan = Plan.of(what)
-    files = [path for path in (what.html, output.json_file) if path is not None]
-    for path in files:
-        check_writable(path)
-    if len(files) == 2 and what.html == output.json_file:
-        raise CliError(f"--html and --json-file are both {what.html}: name two files.")
+    files = check_files({"--html": what.html, "--json-file": output.json_file})
     if what.html is not None:
         from ..report.plots import require_matplotlib
 

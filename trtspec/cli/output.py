@@ -39,6 +39,22 @@ def check_writable(path: Path | None) -> None:
         raise CliError(f"{path} cannot be written: there is no permission to. Name another file.")
 
 
+def check_files(files: Mapping[str, Path | None]) -> list[Path]:
+    """Returns the files that are given, by option.
+
+    Raises:
+        CliError: one cannot be written, or two are the same.
+    """
+    found: dict[Path, str] = {}
+    for option, path in files.items():
+        if path is None:
+            continue
+        check_writable(path)
+        if (other := found.setdefault(path.absolute(), option)) != option:
+            raise CliError(f"{other} and {option} are both {path}: name two files.")
+    return [path for path in files.values() if path is not None]
+
+
 def check_directory(path: Path) -> None:
     """Raises CliError where a directory cannot be made or written, before anything is computed."""
     place = path.absolute()

@@ -19,7 +19,7 @@ from .errors import EXIT_FAILED, CliError, show_error
 from .inputs import read_prompts
 from .numbers import MAX_TEMPERATURE, parse_numbers
 from .options import EngineOptions, JsonOptions, PromptOptions, SamplingOptions, SweepOptions
-from .output import check_writable, write_json
+from .output import check_files, write_json
 from .render import finite, make_console
 from .status import Progress
 
@@ -77,6 +77,12 @@ class SweepCommand:
         if options.max_draft_len is not None and "fixed" in columns:
             _check_fixed([int(n) for n in fixed], int(options.max_draft_len))
         check_filters(sampling, temperatures)
+        slots, fewest = options.prefill_batch_size or "", min(concurrencies)
+        if slots.strip().isdecimal() and int(slots) > fewest:
+            raise CliError(
+                f"--prefill-batch-size {slots} is above --concurrency {fewest:g}: so many slots "
+                "are never free. Lower the one, or leave out the other."
+            )
         return cls(
             engine=options,
             sampling=replace(sampling, seed=sampling.seed or 0),
@@ -130,9 +136,9 @@ def run_sweep(
 ) -> int:
     """Returns the exit code: 0, or 1 when a request failed."""
     command = SweepCommand.of(options, given, sampling, sweep)
-    files = [path for path in (sweep.picture, sweep.csv, output.json_file) if path is not None]
-    for path in files:
-        check_writable(path)
+    files = check_files(
+        {"--picture": sweep.picture, "--csv": sweep.csv, "--json-file": output.json_file}
+    )
     if sweep.picture is not None:
         if sweep.picture.suffix.lower() not in ("", ".svg"):
             raise CliError(
@@ -173,7 +179,8 @@ def _measure(
     axes, answer = command.axes, command.sampling.max_tokens
     # The drafter's engine says K, and is the one whose options can fail.
     drafter = next(name for name in (*command.columns, "fixed") if name not in ("plain", "sa"))
-    scout = load_small_llm(command.engine_options(drafter, 1), SCOUT_LENGTH, progress)
+    alone = replace(command.engine_options(drafter, 1), prefill_batch_size=None)
+    scout = load_small_llm(alone, SCOUT_LENGTH, progress)
     about, ways = _about(command, scout, repeat), command.ways(scout.max_draft_len)
     longest = scout.max_draft_len
     prompts, most = (
