@@ -405,9 +405,11 @@ def test_a_dead_head_is_told_of(folder: Path, constant: Path) -> None:
 
 
 def test_a_head_that_fades_behind_long_texts_is_told_of() -> None:
-    def group(name: str, value: float, high: float, temperature: float = 0.0) -> Group:
+    def group(
+        name: str, value: float, high: float, temperature: float = 0.0, prompts: int = 120
+    ) -> Group:
         length = Estimate(value, value - 0.1, high)
-        return Group(name, temperature, Acceptance(1, 1, 1, (), (), (), length, (), ()))
+        return Group(name, temperature, Acceptance(prompts, 1, 1, (), (), (), length, (), ()))
 
     short, middle = group("0-256", 2.3, 2.4), group("256-512", 2.5, 2.6)
     said = fading([short, middle, group("4k-8k", 1.97, 2.2)], 0.0)
@@ -416,6 +418,8 @@ def test_a_head_that_fades_behind_long_texts_is_told_of() -> None:
     )
     assert "--draft-window" in said
     assert fading([short, middle, group("4k-8k", 1.97, 2.26)], 0.0) is None, "it may be chance"
+    few = group("4k-8k", 1.0, 1.1, prompts=59)
+    assert fading([short, middle, few], 0.0) is None, "other prompts, of another kind"
     assert fading([middle], 0.0) is None and fading([], 0.0) is None
     other = group("4k-8k", 1.0, 1.1, temperature=1.0)
     assert fading([short, other, middle], 0.0) is None, "of another temperature"

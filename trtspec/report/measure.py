@@ -178,8 +178,13 @@ def _may_take_window(llm: LLM) -> bool:
 
 
 def fading(by_context: Sequence[Group], temperature: float) -> str | None:
-    """Returns what to say if acceptance is surely less in the longest texts than in others."""
+    """Returns what to say if acceptance is surely less in the longest texts than in others.
+
+    Contexts that few prompts reach do not count: their text may be of another kind.
+    """
     groups = [group for group in by_context if group.temperature == temperature]
+    most = max((group.acceptance.num_prompts for group in groups), default=0)
+    groups = [group for group in groups if 2 * group.acceptance.num_prompts >= most]
     lengths = [(group.acceptance.acceptance_length, group.name) for group in groups]
     values = [(length.value, name) for length, name in lengths[:-1] if length.value is not None]
     if not values or (high := lengths[-1][0].high) is None:
