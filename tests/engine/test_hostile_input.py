@@ -30,7 +30,8 @@ from trtspec import (
     SaveHiddenStatesDecodingConfig,
 )
 from trtspec.api.text_stream import TextStream
-from trtspec.config import EngineConfig
+from trtspec.config import DecodingBaseConfig, EngineConfig
+from trtspec.config.decoding import resolve_speculative_config
 from trtspec.errors import MAX_SHOWN, ConfigError, RequestError, shown
 from trtspec.executor.admission import end_ids
 from trtspec.executor.build import build_executor
@@ -362,6 +363,12 @@ def test_configs_with_lists_can_be_hashed() -> None:
     layers["draft_len_schedule"] = {4: 2}
     for make, fields in ((CudaGraphConfig, {"batch_sizes": [1, 2]}), (EagleDecodingConfig, layers)):
         assert hash(make(**fields)) == hash(make(**fields)) and make(**fields) == make(**fields)
+
+
+@pytest.mark.parametrize("given", [{"max_draft_len": 3}, DecodingBaseConfig()])
+def test_what_is_no_config_of_a_mode_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is not a decoding config\..* from_dict takes a dict"):
+        resolve_speculative_config(given)
 
 
 def test_a_config_keeps_no_schedule_of_the_callers() -> None:

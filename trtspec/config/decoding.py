@@ -584,10 +584,11 @@ def resolve_speculative_config(config: DecodingBaseConfig | None) -> DecodingBas
     """
     if config is None:
         return None
-    if not isinstance(config, DecodingBaseConfig):
+    if not isinstance(config, DecodingBaseConfig) or not hasattr(config, "mode"):
         raise ConfigError(
             f"speculative_config={config!r} is not a decoding config. Use one of "
-            f"{', '.join(sorted({c.__name__ for c in CONFIG_OF_MODE.values()}))}, or None."
+            f"{', '.join(sorted({c.__name__ for c in CONFIG_OF_MODE.values()}))}, whose from_dict "
+            "takes a dict of fields, or None."
         )
     if isinstance(config, AutoDecodingConfig):
         return NGramDecodingConfig(
