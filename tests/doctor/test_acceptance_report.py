@@ -797,6 +797,7 @@ def test_the_command_without_extras(run: Any, tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (["--categories", "poetry"], "'poetry'. Allowed: a, b"),
+        (["--categories", ","], "--categories ',' names none"),
         (["--html", "one", "--json-file", "one"], "--html and --json-file are both one: name two"),
         (["--temperatures", "warm"], "'warm' is not allowed"),
         (["--temperatures", "0,,1"], "'' is not allowed"),

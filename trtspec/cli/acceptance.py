@@ -39,6 +39,11 @@ class Plan:
     def of(cls, what: AcceptanceOptions) -> Plan:
         """Raises CliError, DataError where an option cannot be."""
         categories = [name.strip() for name in (what.categories or "").split(",") if name.strip()]
+        if what.categories is not None and not categories:
+            raise CliError(
+                f"--categories {what.categories!r} names none: give some, like chat,code, or leave "
+                "it out for all."
+            )
         temperatures = parse_numbers("--temperatures", what.temperatures, 0, MAX_TEMPERATURE)
         contexts = [
             int(n) for n in parse_numbers("--contexts", what.contexts, 1, 2**20, whole=True)
