@@ -14,6 +14,8 @@ namespace trtspec {
 constexpr int kWarps = 8;                    // of skinny_linear
 constexpr int kStreamWarps = 16, kDepth = 6, kDepthOfTwo = 3, kDepthOfMany = 4;  // of stream_linear
 constexpr int kMaxStreamRows = 16, kMaxRowsOfOneTile = 4;
+// Tiles of a block from which rows without a norm rest in shared memory, of few rows and of more.
+constexpr int kTurnsOfFew = 8, kTurnsOfMore = 4;
 constexpr int64_t kLargeWeight = 4 << 20;    // values; from here on bandwidth counts, not latency
 // Bytes of normed x in shared memory, and of more than 8 rows.
 constexpr int kMaxResident = 104 << 10, kMaxResidentOfMany = 140 << 10;
@@ -26,6 +28,10 @@ constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear
 constexpr int kMaxNarrow = 1024;                    // columns
 
 inline int resident_bytes(const LinearParams& p) { return p.rows * (p.k * 2 + kPad); }
+
+inline bool resident_fits(const LinearParams& p) {
+  return resident_bytes(p) <= (p.rows > 8 ? kMaxResidentOfMany : kMaxResident);
+}
 
 inline int multiprocessors() {
   int device = 0, count = 0;
@@ -49,10 +55,19 @@ cudaError_t launch_stream_of(const LinearParams& p, cudaStream_t stream) {
 
 template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_stream(const LinearParams& p, cudaStream_t stream) {
-  if constexpr (E == Epilogue::kResidual) {
-    // Many rows of x are half of what a tile reads. Two tiles share them, if no block gets more to do.
-    auto turns = [](int tiles) { return (tiles + multiprocessors() - 1) / multiprocessors(); };
-    const int tiles = (p.n + kTile - 1) / kTile;
+  // Many rows of x are half of what a tile reads.
+  auto turns = [](int tiles) { return (tiles + multiprocessors() - 1) / multiprocessors(); };
+  const int tiles = (p.n + kTile - 1) / kTile;
+  if constexpr (E == Epilogue::kPlain && !kNorm) {
+    // Where a block makes many tiles, they rest in shared memory.
+    const int least = p.rows > kMaxRowsOfOneTile ? kTurnsOfMore : kTurnsOfFew;
+    if (p.x1 == nullptr && turns(tiles) >= least && resident_fits(p)) {
+      if (p.rows > 8) return launch_stream_of<T, E, 1, 1, 2, kDepthOfMany>(p, stream);
+      return launch_stream_of<T, E, 1, 1, 1, kDepth>(p, stream);
+    }
+  }
+  if constexpr (!kNorm && (E == Epilogue::kPlain || E == Epilogue::kResidual)) {
+    // Two tiles share them, if no block gets more to do.
     if (p.rows > kMaxRowsOfOneTile && 2 * turns((tiles + 1) / 2) <= turns(tiles)) {
       if (p.rows > 8) return launch_stream_of<T, E, 0, 2, 2, kDepthOfTwo>(p, stream);
       return launch_stream_of<T, E, 0, 2, 1, kDepthOfTwo>(p, stream);
@@ -117,7 +132,7 @@ cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   const bool is_tiled = takes_inputs && p.n % kTile == 0 && values < kLargeWeight;
   if (is_tiled && p.k <= kMaxTileColumns) return launch_tiles<T, E, kNorm>(p, stream);
   if (p.rows > kMaxSkinnyRows) return cudaErrorInvalidValue;
-  const bool fits = !kNorm || resident_bytes(p) <= (p.rows > 8 ? kMaxResidentOfMany : kMaxResident);
+  const bool fits = !kNorm || resident_fits(p);
   const bool is_alone = p.x1 == nullptr || p.rows <= 8;
   if (p.rows <= kMaxStreamRows && values >= kLargeWeight && fits && is_alone) {
     if constexpr (E == Epilogue::kPlain) {

@@ -164,7 +164,9 @@ def test_a_missing_graph_is_captured_once_it_would_have_paid(
     LLM(target_dir, config, **ENGINE).shutdown()
     (times,) = cache.glob("*.json")
     rows = json.loads(times.read_text())
-    times.write_text(json.dumps([[*row[:-1], 1e-3 * (1 + 0.2 * row[-2])] for row in rows]))
+    times.write_text(
+        json.dumps([[*shape, k, 1e-3 * (1 + 0.2 * k), 0.0] for *shape, k, _, _ in rows])
+    )
     monkeypatch.setattr(StepCosts, "add", lambda *args: None)
     monkeypatch.setattr(choose_draft_len, "_capture", lambda *args: None)
     llm = LLM(target_dir, config, **ENGINE)

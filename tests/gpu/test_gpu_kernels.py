@@ -263,15 +263,23 @@ def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
                 assert torch.equal(fused.linear((x[:rows],), layer, norms), together[:rows])
 
 
-@pytest.mark.parametrize("size", [(4096, 4096), (1536, 4098), (14336, 4096)])
-def test_a_row_of_a_large_weight_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
-    """With a residual some rows share the kernel's tiles otherwise than few do."""
-    layer, most = _linear(*size, torch.bfloat16), _most_rows(size, False)
-    x, residual = _random(most, size[0]), _random(most, size[1], seed=4)
-    together = fused.linear((x,), layer, residual=residual)
-    for rows in range(1, most):
-        alone = fused.linear((x[:rows],), layer, residual=residual[:rows])
-        assert torch.equal(alone, together[:rows])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "size", [(4096, 4096), (1536, 4098), (14336, 4096), (4096, 8210), (2048, 32000)]
+)
+def test_a_row_of_a_large_weight_does_not_depend_on_the_others(
+    size: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Some rows share the kernel's tiles otherwise than few do, or rest in shared memory."""
+    layer, most = _linear(*size, dtype), _most_rows(size, False)
+    x, residual = _random(most, size[0], dtype=dtype), _random(most, size[1], dtype=dtype, seed=4)
+    for added in (None, residual):
+        together = fused.linear((x,), layer, residual=added)
+        _close(together, _product(_exact(x), layer) + (0 if added is None else added))
+        for rows in range(1, most):
+            part = None if added is None else added[:rows]
+            alone = fused.linear((x[:rows],), layer, residual=part)
+            assert torch.equal(alone, together[:rows])
 
 
 def test_queries_and_keys_of_two_inputs(served: list[str]) -> None:

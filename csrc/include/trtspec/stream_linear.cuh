@@ -14,7 +14,7 @@ constexpr int kPad = 64;  // bytes between rows in shared memory, so that banks 
 
 // x times the norm's weights into shared memory, and the sums of the squares of x: the norm's scale is
 // applied to the finished sums. squares_of: [input][warp][row]. As many pieces of each row as inputs are
-// asked for at once.
+// asked for at once. Without a norm x is as it was, to rest there.
 template <typename T, int kRows, int kWarps, int kInputs>
 __device__ inline void make_resident(const LinearParams& p, char* x_shared,
                                      float (*squares_of)[kWarps][kRows], int warp, int lane) {
@@ -29,9 +29,11 @@ __device__ inline void make_resident(const LinearParams& p, char* x_shared,
       const int k = first_k + i * kStride, column = is_second(k) ? k - p.k_split : k;
       if (k >= p.k) break;
       const T* const x = static_cast<const T*>(is_second(k) ? p.x1 : p.x0) + column;
-      const T* const norm = static_cast<const T*>(is_second(k) ? p.norm1 : p.norm0) + column;
+      const T* const norm = static_cast<const T*>(is_second(k) ? p.norm1 : p.norm0);
       const int64_t stride = is_second(k) ? p.x1_stride : p.x0_stride;
-      norms[i] = *reinterpret_cast<const uint4*>(norm);
+      const uint32_t one = pack(1.0f, 1.0f, T());
+      norms[i] = {one, one, one, one};
+      if (norm != nullptr) norms[i] = *reinterpret_cast<const uint4*>(norm + column);
 #pragma unroll
       for (int m = 0; m < kRows; ++m) {
         if (m < p.rows) v[i][m] = *reinterpret_cast<const uint4*>(x + m * stride);
@@ -76,7 +78,8 @@ __host__ __device__ constexpr int ring_bytes() {
   return kDepth * (2 * kTiles + (kNorm ? 0 : kColumns)) * kWarps * 32 * 16;
 }
 
-// kNorms: 0, 1 of one input, or one for each of two. kTiles: tiles of 16 outputs that are made at once,
+// kNorms: 0, 1 of one input, or one for each of two. With 1 and no norm given the rows rest in shared
+// memory as they are. kTiles: tiles of 16 outputs that are made at once,
 // from the same pieces of x. kColumns: tiles of 8 rows of x; of two a block has room for one tile's sums.
 template <typename T, Epilogue E, int kNorms, int kTiles, int kColumns, int kWarps, int kDepth>
 __global__ void __launch_bounds__(kWarps * 32)
@@ -145,7 +148,8 @@ __global__ void __launch_bounds__(kWarps * 32)
       const int input = threadIdx.x / kRows, m = threadIdx.x % kRows;
       float total = 0.0f;
       for (int w = 0; w < kWarps; ++w) total += squares_of[input][w][m];
-      scales[input][m] = rsqrtf(total / static_cast<float>(input ? p.k - p.k_split : p.k_split) + p.eps);
+      const float size = static_cast<float>(input ? p.k - p.k_split : p.k_split);
+      scales[input][m] = p.norm0 == nullptr ? 1.0f : rsqrtf(total / size + p.eps);
     }
   }
 
