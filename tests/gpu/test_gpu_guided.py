@@ -122,7 +122,7 @@ def test_the_host_works_between_the_halves_of_a_launch(target: Path, drafters: D
             requests = [executor.enqueue([5 + i, 17, 33], given) for i in range(3)]
             while executor.has_work:
                 executor.step()
-                waits += bool(executor._pending) and executor._pending[-1].finish is not None
+                waits += bool(executor._pending) and executor._pending[-1].launch_rest is not None
             texts.append([request.output_token_ids for request in requests])
         assert (waits > 5) == overlap
     assert texts[0] == texts[1]
