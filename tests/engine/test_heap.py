@@ -13,7 +13,7 @@ from tiny import tiny_model_dir
 
 from trtspec import LLM, AsyncLLM, SamplingParams
 from trtspec.executor.request import Request
-from trtspec.frontend.heap import HeapAside
+from trtspec.frontend.heap import IMMORTAL, HeapAside
 
 PARAMS = SamplingParams(max_tokens=4)
 
@@ -32,20 +32,24 @@ def llm(tmp_path: Path) -> LLM:
     return LLM(tiny_model_dir(tmp_path), device="cpu", dtype="float32", max_seq_len=32)
 
 
+def is_aside() -> bool:
+    return gc.get_freeze_count() > IMMORTAL
+
+
 class Cycle:
     def __init__(self) -> None:
         self.itself = self
 
 
-def look_at(llm: LLM) -> list[tuple[int, bool]]:
-    """Returns a list that after each token gets how many objects are frozen, and whether a cycle
-    that was made just then was collected."""
-    seen: list[tuple[int, bool]] = []
+def look_at(llm: LLM) -> list[tuple[bool, bool]]:
+    """Returns a list that after each token gets whether the heap is aside, and whether a cycle that
+    was made just then was collected."""
+    seen: list[tuple[bool, bool]] = []
 
     def look(request: Request) -> bool:
         garbage = weakref.ref(Cycle())
         gc.collect()
-        seen.append((gc.get_freeze_count(), garbage() is None))
+        seen.append((is_aside(), garbage() is None))
         return False
 
     llm.executor.stop_check = look
@@ -54,10 +58,22 @@ def look_at(llm: LLM) -> list[tuple[int, bool]]:
 
 def test_generate_sets_it_aside(llm: LLM) -> None:
     seen = look_at(llm)
-    assert gc.get_freeze_count() == 0
-    llm.generate([[1, 2], [3]], PARAMS)
-    assert len(seen) == 8 and all(count > 1000 and collected for count, collected in seen)
-    assert gc.get_freeze_count() == 0
+    for _ in range(2):
+        assert not is_aside()
+        llm.generate([[1, 2], [3]], PARAMS)
+    assert seen == [(True, True)] * 16
+    assert not is_aside()
+
+
+def test_what_python_froze_is_not_the_programs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in 3.12, whose collections leave some hundreds of objects frozen."""
+    count = gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: max(375, count()))
+    seen = look_at(llm)
+    for _ in range(2):
+        llm.generate([1, 2], PARAMS)
+        assert gc.get_freeze_count() == 375
+    assert seen == [(True, True)] * 8
 
 
 def test_an_interrupt_gives_it_back(llm: LLM) -> None:
@@ -67,7 +83,7 @@ def test_an_interrupt_gives_it_back(llm: LLM) -> None:
     llm.executor.stop_check = interrupt
     with pytest.raises(KeyboardInterrupt):
         llm.generate([1, 2], PARAMS)
-    assert gc.get_freeze_count() == 0
+    assert not is_aside()
 
 
 def test_what_the_program_froze_stays(llm: LLM) -> None:
@@ -75,7 +91,7 @@ def test_what_the_program_froze_stays(llm: LLM) -> None:
     before = gc.get_freeze_count()
     for _ in range(2):
         llm.generate([1, 2], PARAMS)
-        assert gc.get_freeze_count() == pytest.approx(before, rel=0.01) and before > 1000
+        assert gc.get_freeze_count() == pytest.approx(before, rel=0.01) and before > IMMORTAL
 
 
 def test_the_last_user_gives_it_back() -> None:
@@ -85,9 +101,9 @@ def test_the_last_user_gives_it_back() -> None:
     second.begin()
     first.end()
     first.end()
-    assert gc.get_freeze_count()
+    assert is_aside()
     second.end()
-    assert gc.get_freeze_count() == 0
+    assert not is_aside()
 
 
 def test_an_engine_thread_gives_it_back_when_it_rests(llm: LLM) -> None:
@@ -99,9 +115,9 @@ def test_an_engine_thread_gives_it_back_when_it_rests(llm: LLM) -> None:
                 async for _ in engine.generate([1, 2], PARAMS):
                     pass
                 for _ in range(1000):
-                    if gc.get_freeze_count():
+                    if is_aside():
                         await asyncio.sleep(0.01)
-                assert gc.get_freeze_count() == 0
+                assert not is_aside()
 
     asyncio.run(serve())
-    assert len(seen) == 8 and all(count > 1000 and collected for count, collected in seen)
+    assert seen == [(True, True)] * 8

@@ -10,6 +10,10 @@ from __future__ import annotations
 import gc
 import threading
 
+IMMORTAL = 10_000
+"""More objects than Python freezes by itself: since 3.12 a collection freezes what lives for ever
+(PEP 683), some hundreds."""
+
 
 class HeapAside:
     """One user's part in it. The heap is set aside while there is a user who began and did not end.
@@ -32,7 +36,7 @@ class HeapAside:
         with shared._lock:
             shared._num_users += 1
             if shared._num_users == 1 and not shared._is_callers:
-                shared._is_callers = gc.get_freeze_count() > 0
+                shared._is_callers = gc.get_freeze_count() > IMMORTAL
                 if not shared._is_callers:
                     gc.freeze()
 
