@@ -141,9 +141,13 @@ class Counted:
     def __init__(self, device: str):
         self.device, self.executor = device, SimpleNamespace(runtime_draft_len=K)
         self.calls: list[tuple[float, int]] = []
+        self.salted: list[tuple[str, ...]] = []
 
     def generate(self, prompts: Any, params: Any, *, cache_salt: Any = None) -> list[Any]:
         self.calls.append((params.temperature, len(prompts)))
+        self.salted += [
+            (salt, *map(str, prompt)) for salt, prompt in zip(cache_salt, prompts, strict=True)
+        ]
         return []
 
     def stats(self) -> None: ...
@@ -165,6 +169,9 @@ def test_what_does_not_count(device: str) -> None:
         prompts=encode_prompts(axes, encoded), params=SamplingParams(max_tokens=2), repeat=1,
         open_engines=lambda concurrency: engines, progress=lambda *_: None,
     ).measure()  # fmt: skip
+    salted = engines["auto"].salted  # a prompt that comes again has another salt each time
+    assert len({one[1:] for one in salted}) == 2
+    assert len(set(salted)) == len(salted) == 3 * len(engines["auto"].calls)
     assert engines["auto"].calls == [(0.0, 3)] * 2 + [(1.0, 3)] * 2
     if device == "cpu":
         assert engines["plain"].calls == [(0.0, 1), (0.0, 3), (1.0, 3)]
