@@ -66,7 +66,7 @@ def test_generate_sets_it_aside(llm: LLM) -> None:
 
 
 def test_what_python_froze_is_not_the_programs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in 3.12, whose collections leave some hundreds of objects frozen."""
+    """As in Python 3.12, which freezes what lives for ever."""
     count = gc.get_freeze_count
     monkeypatch.setattr(gc, "get_freeze_count", lambda: max(375, count()))
     seen = look_at(llm)
