@@ -26,7 +26,7 @@ from trtspec import NGramDecodingConfig, SamplingParams
 from trtspec.executor import auto_draft_len
 from trtspec.executor.auto_draft_len import AutoDraftLen, Launches
 from trtspec.executor.results import Outcomes
-from trtspec.executor.step_costs import StepCosts, StepShape
+from trtspec.executor.step_costs import StepCosts, StepSeconds, StepShape
 
 K, TOKENS = 4, 128
 ONE = 0.581, 0.655, 0.70, 0.735, 0.775  # ms a step with one request, by K
@@ -142,7 +142,9 @@ def _request(number: int, is_sampled: bool) -> Any:
     rates = [1 / (1 + math.exp(math.log(1 / rate - 1) - shift)) for rate in RATES[is_sampled]]
     left = TOKENS if rng.random() < 0.6 else rng.randint(20, TOKENS)  # some end by themselves
     params = SamplingParams(temperature=float(is_sampled))
-    return SimpleNamespace(left=left, rates=rates, asked=K, sampling_params=params, steps=None)
+    return SimpleNamespace(
+        left=left, rates=rates, asked=K, sampling_params=params, steps=None, num_tokens=TOKENS
+    )
 
 
 def _batch(requests: list[Any], contexts: Any = (), num_sampled: int = 0) -> Any:
@@ -158,7 +160,7 @@ def _auto(captured: Captured, way: str, capture: float, folder: Path) -> AutoDra
         for kind in (False, True):
             for k in range(K + 1):  # measured within 2 %
                 seconds = (seconds_of(size, k, kind) + 2e-5) * rng.gauss(1, 0.02)
-                costs.set(StepShape(size, not kind), k, seconds)
+                costs.set(StepShape(size, not kind), k, StepSeconds(seconds))
 
     class Simulation(Launches):
         tries_unknown, capture_cost = False, capture
