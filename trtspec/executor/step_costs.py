@@ -50,7 +50,7 @@ class StepSeconds(NamedTuple):
         if most <= least:
             return StepSeconds((least + most) / 2)
         slope = min((most - least) / (many - few), most / many)
-        return StepSeconds(most - slope * many, slope)
+        return StepSeconds(max(0.0, most - slope * many), slope)  # rounding may give less
 
 
 @dataclass
