@@ -719,7 +719,8 @@ def test_a_longer_context_adds_the_same_to_every_length(tmp_path: Path) -> None:
 
 def test_noise_makes_no_step_cheaper_behind_more() -> None:
     assert StepSeconds.through((100, 1.1), (800, 1.0)).behind(9000) == pytest.approx(1.05)
-    assert StepSeconds.through((100, 1e-6), (800, 1.0)).behind(0) >= 0
+    for many in range(8, 1024):  # kept ones that are below 0 would make the file a broken one
+        assert StepSeconds.through((many // 8, 1e-6), (many, 0.1)).fixed >= 0
 
 
 @pytest.mark.parametrize(("context", "best"), [(100, 0), (4000, 2)])
@@ -741,6 +742,21 @@ def test_the_length_follows_the_context(
     engine.lengths.clear()
     engine.run(400, [0.3, 0.9, 0.1, *[0.0] * K])
     assert engine.lengths[best] > 360, engine.lengths
+
+
+def test_steps_whose_length_it_does_not_choose_teach_no_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing looks at their contexts: they would seem slow behind few tokens."""
+    costs = StepCosts()
+    costs.set(GREEDY, 2, StepSeconds(1e-3, 1e-6))
+    engine = Engine(
+        monkeypatch, lambda size, k: 1e-3 + 1e-6 * 4000, costs, options={"is_default": True}
+    )
+    engine.context, engine.auto.runtime = 4000, 2
+    engine.run(100, [0.5] * K)
+    assert costs.of(GREEDY, [2], 4000) == {2: pytest.approx(5e-3)}
+    assert engine.lengths == {2: 100}
 
 
 def test_times_move_together() -> None:

@@ -209,7 +209,7 @@ class AutoDraftLen(DraftLen):
         *,
         is_in_flight: bool,
     ) -> None:
-        """Notes what a step of generations alone took.
+        """Notes what a step of generations alone took, unless it gives way.
 
         Args:
             launched, read: by this call of the host.
@@ -223,6 +223,8 @@ class AutoDraftLen(DraftLen):
         if len(steps) != 1 or steps[0].batch.contexts or not steps[0].batch.generations:
             return
         shape, draft_len = self._timed = self.shape_of(steps[0].batch), steps[0].draft_len
+        if self._gives_way:  # the context of its requests is not looked at
+            return
         if self._timed == before:  # the first one may verify fewer than it proposes
             # With grammars, and without a step in flight, host and device wait for each other.
             apart = is_in_flight and not (self._runs_at_launch or shape.is_guided)
