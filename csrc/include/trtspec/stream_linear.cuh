@@ -14,7 +14,7 @@ constexpr int kPad = 64;  // bytes between rows in shared memory, so that banks 
 
 // x times the norm's weights into shared memory, and the sums of the squares of x: the norm's scale is
 // applied to the finished sums. squares_of: [input][warp][row]. As many pieces of each row as inputs are
-// asked for at once. Without a norm x is as it was, to rest there.
+// asked for at once. Without a norm x rests there as it is.
 template <typename T, int kRows, int kWarps, int kInputs>
 __device__ inline void make_resident(const LinearParams& p, char* x_shared,
                                      float (*squares_of)[kWarps][kRows], int warp, int lane) {
@@ -79,8 +79,8 @@ __host__ __device__ constexpr int ring_bytes() {
 }
 
 // kNorms: 0, 1 of one input, or one for each of two. With 1 and no norm given the rows rest in shared
-// memory as they are. kTiles: tiles of 16 outputs that are made at once,
-// from the same pieces of x. kColumns: tiles of 8 rows of x; of two a block has room for one tile's sums.
+// memory as they are. kTiles: tiles of 16 outputs that are made at once, from the same pieces of x.
+// kColumns: tiles of 8 rows of x; of two a block has room for one tile's sums.
 template <typename T, Epilogue E, int kNorms, int kTiles, int kColumns, int kWarps, int kDepth>
 __global__ void __launch_bounds__(kWarps * 32)
     stream_linear(const __grid_constant__ LinearParams p) {
