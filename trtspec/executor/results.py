@@ -138,7 +138,7 @@ class StepReader:
         *,
         most_asked: int,
     ) -> LaunchedStep:
-        """Returns the step, copied from `finish_launch` on. On CUDA the host does not wait.
+        """Returns the step. `finish_launch` starts its copies; on CUDA the host does not wait.
 
         Args:
             plan: of the step, not yet counted as launched.

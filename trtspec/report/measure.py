@@ -51,8 +51,10 @@ class AcceptanceReport:
     def rates_to_advise(self) -> list[float | None]:
         """Conditional rates at the first temperature, where a draft that was not made counts as
         not accepted: `advise` then expects of the longest draft what was measured. For a head,
-        which always proposes, they are its conditional rates. An engine whose steps draft or verify
-        fewer than K (`draft_len_schedule`, "auto", `max_verified_drafts`) has none to advise by."""
+        which always proposes, they are its conditional rates.
+
+        Where steps draft or verify fewer than K they are too low to advise by: with
+        `draft_len_schedule`, `max_concurrency` or `max_verified_drafts`."""
         found = self.overall[0].acceptance
         before = (found.num_steps, *found.accepted)
         return [n / b if b else None for n, b in zip(found.accepted, before, strict=False)]
