@@ -77,12 +77,18 @@ def test_an_old_module_runs_its_home(monkeypatch: pytest.MonkeyPatch) -> None:
         ("metadata.sampling", "to_device", "utils.to_device"),
         ("models.kv_layout", "KVPlace", "models.kv_layout.KVLocation"),
         ("models.kv_layout", "kv_places", "models.kv_layout.kv_locations"),
+        ("executor.step_launch", "StepLaunch", "executor.device_step.PartialLaunch"),
+        ("state.lookup", "Lookup", "state.prefix_search.PrefixSearch"),
+        ("state.lookup", "Sought", "state.prefix_search.PrefixQuery"),
         ("workers.base", "certain_rows", "metadata.accepted_path.certain_rows"),
+        ("workers.base", "is_text", "workers.heads.has_text_alone"),
+        ("workers.base", "keep_first_rows_of_contexts", "workers.heads.skip_kv_of_first_rows"),
     ],
 )
 def test_old_names_give_what_took_their_place(module: str, old: str, new: str) -> None:
     home, _, name = new.rpartition(".")
     with pytest.warns(DeprecationWarning):
-        sys.modules.pop("trtspec.executor.drafting", None)
+        if module in MOVED:
+            sys.modules.pop(f"trtspec.{module}", None)
         value = getattr(importlib.import_module(f"trtspec.{module}"), old)
     assert value is getattr(importlib.import_module(f"trtspec.{home}"), name)

@@ -20,6 +20,7 @@ from ..models.decoder import Decoder
 from ..ops.step.slots import slot_mapping
 from ..state.kv_cache import KVCacheManager
 from ..state.slots import SlotState
+from ..utils import renamed
 from ..workers.base import SpecWorkerBase
 from ..workers.eagle3 import Eagle3OneModelWorker
 from ..workers.protocols import DraftModel, KvWriter, LanguageModel
@@ -29,10 +30,10 @@ from .inputs import EngineShape, StepInputs, assemble
 
 @dataclass(eq=False)
 class PartialLaunch:
-    """A step launched up to where the host would wait for masks of drafts, mostly all of it.
+    """A launched step. With grammars a part of it may be left to launch.
 
-    These masks need what the step itself accepts. Before it waits, the host reads the step before,
-    and schedules the next one.
+    A launch stops where the host would wait for the masks of drafts, which need what the step
+    itself accepts. Before it waits, the host reads the step before, and schedules the next one.
     """
 
     outputs: StepOutputs  # of the whole step: valid once `finish` has returned
@@ -146,3 +147,6 @@ class DeviceStep:
         self.worker.draft_memory = None
         for name in ("target", "draft_model", "state"):
             vars(self).pop(name, None)
+
+
+__getattr__ = renamed(__name__, {"StepLaunch": "PartialLaunch"})

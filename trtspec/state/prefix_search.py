@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ..utils import renamed
 from .blocks import BlockPool
 from .prefix import TOKEN_BYTES, PrefixChain
 
@@ -197,3 +198,6 @@ def _num_shared(a: bytes, b: bytes) -> int:
         else:
             high = middle - 1
     return low
+
+
+__getattr__ = renamed(__name__, {"Lookup": "PrefixSearch", "Sought": "PrefixQuery"})

@@ -539,4 +539,11 @@ def _warn_of_exact_match(rule: str) -> None:
     )
 
 
-__getattr__ = renamed(__name__, {"certain_rows": "trtspec.metadata.accepted_path.certain_rows"})
+__getattr__ = renamed(
+    __name__,
+    {
+        "certain_rows": "trtspec.metadata.accepted_path.certain_rows",
+        "is_text": "trtspec.workers.heads.has_text_alone",
+        "keep_first_rows_of_contexts": "trtspec.workers.heads.skip_kv_of_first_rows",
+    },
+)
