@@ -717,6 +717,8 @@ def test_contexts_of_a_sweep_are_padded(run, fake, monkeypatch):
         (["--max-tokens", "8192"], "more than the model's 8192"),
         (["--csv", "t", "--json-file", "./t"], "--csv and --json-file are both t: name two files"),
         (["--prefill-batch-size", "2"], "--prefill-batch-size 2 is above --concurrency 1"),
+        (["--prefill-batch-size", "0"], "--prefill-batch-size 0: give 1 or more, or auto"),
+        (["--prefill-batch-size", "few"], "--prefill-batch-size 'few': give a number of slots"),
     ],
 )
 def test_what_a_sweep_refuses(run, arguments, message):

@@ -74,7 +74,7 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
 def parse_draft_len(text: str) -> int | Literal["auto"]:
     """Reads "4" or "auto". Raises CliError for anything else, and for 0, which in a config means
     the drafter's own and here would seem to mean none."""
-    number = _int_or_auto("--max-draft-len", text, "drafts")
+    number = int_or_auto("--max-draft-len", text, "drafts")
     if number == 0:
         raise CliError(
             "--max-draft-len 0: give 1 or more. Leave it out for the drafter's own number, or "
@@ -83,7 +83,8 @@ def parse_draft_len(text: str) -> int | Literal["auto"]:
     return number
 
 
-def _int_or_auto(option: str, text: str, what: str) -> int | Literal["auto"]:
+def int_or_auto(option: str, text: str, what: str) -> int | Literal["auto"]:
+    """Raises CliError where it is neither."""
     if text.strip().lower() == "auto":
         return "auto"
     if not text.strip().removeprefix("-").isdecimal():
@@ -213,7 +214,7 @@ def load_llm(options: EngineOptions, progress: Progress, **more: Any) -> LLM:
         prefill_batch_size=(
             None
             if options.prefill_batch_size is None
-            else _int_or_auto("--prefill-batch-size", options.prefill_batch_size, "slots")
+            else int_or_auto("--prefill-batch-size", options.prefill_batch_size, "slots")
         ),
         tensor_parallel_size=options.tensor_parallel_size,
         moe_expert_parallel_size=options.moe_expert_parallel_size,

@@ -14,7 +14,14 @@ from rich.text import Text
 
 from ..data.acceptance_prompts import CATEGORIES, AcceptancePrompt, load_prompts
 from ..data.agent_prompts import agent_prompts
-from .engine import check_filters, load_small_llm, make_sampling_params, parse_draft_len, parse_mode
+from .engine import (
+    check_filters,
+    int_or_auto,
+    load_small_llm,
+    make_sampling_params,
+    parse_draft_len,
+    parse_mode,
+)
 from .errors import EXIT_FAILED, CliError, show_error
 from .inputs import read_prompts
 from .numbers import MAX_TEMPERATURE, parse_numbers
@@ -77,12 +84,8 @@ class SweepCommand:
         if options.max_draft_len is not None and "fixed" in columns:
             _check_fixed([int(n) for n in fixed], int(options.max_draft_len))
         check_filters(sampling, temperatures)
-        slots, fewest = options.prefill_batch_size or "", min(concurrencies)
-        if slots.strip().isdecimal() and int(slots) > fewest:
-            raise CliError(
-                f"--prefill-batch-size {slots} is above --concurrency {fewest:g}: so many slots "
-                "are never free. Lower the one, or leave out the other."
-            )
+        if options.prefill_batch_size is not None:
+            _check_slots(options.prefill_batch_size, int(min(concurrencies)))
         return cls(
             engine=options,
             sampling=replace(sampling, seed=sampling.seed or 0),
@@ -248,6 +251,20 @@ def _check_others(options: EngineOptions, given: PromptOptions, sampling: Sampli
             raise CliError(f"{name} was given with --sweep, which takes {instead} in its place.")
     if options.max_draft_len is not None and parse_draft_len(options.max_draft_len) == "auto":
         raise CliError("--max-draft-len auto was given with --sweep, which has a column for it.")
+
+
+def _check_slots(text: str, fewest: int) -> None:
+    """Raises CliError for slots that the smallest engine refuses: the scout is asked for none."""
+    slots = int_or_auto("--prefill-batch-size", text, "slots")
+    if slots == "auto":
+        return
+    if slots < 1:
+        raise CliError(f"--prefill-batch-size {slots}: give 1 or more, or auto.")
+    if slots > fewest:
+        raise CliError(
+            f"--prefill-batch-size {slots} is above --concurrency {fewest}: so many slots are "
+            "never free. Lower the one, or leave out the other."
+        )
 
 
 def _check_fixed(lengths: Sequence[int], max_draft_len: int) -> None:
