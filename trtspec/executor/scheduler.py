@@ -89,8 +89,8 @@ class Scheduler:
         if short:
             self._trim_all()
             short = self._reserve_all(generations)
-        if short and self.most_drafts and draft_len.may_rest(self._next_waiting):  # not to preempt
-            self.most_drafts = 0
+        if short and self.most_drafts and draft_len.may_rest(self._next_waiting):
+            self.most_drafts = 0  # rather than preempt
             self._trim_all()
             short = self._reserve_all(generations)
         if short:
@@ -364,7 +364,7 @@ class Scheduler:
                 held = request.past_upper + self.extra_kv
                 if not request.ends_with_what_is_in_flight:
                     held = max(held, self.needed_tokens(request))
-                if held + page <= capacity[request.request_id]:  # mostly none is too many
+                if held + page <= capacity[request.request_id]:  # mostly it has no block too many
                     self.kv_cache.trim(request.request_id, held)
 
     # -- leaving -------------------------------------------------------------------------------
