@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -993,6 +993,13 @@ def test_what_is_counted_is_what_was_accepted(
 ) -> None:
     monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(RunningAcceptance, "fold", lambda self: None)
+    lengths = cycle((3, 6, 0))
+
+    def in_turn(self: AutoDraftLen, shape: StepShape) -> None:
+        self.chosen, self._until, self._shape = next(lengths), self._steps + 8, shape
+
+    monkeypatch.setattr(AutoDraftLen, "_decide", in_turn)
+    monkeypatch.setattr(AutoDraftLen, "_begin", in_turn)
     config = NGramDecodingConfig(draft_len_schedule="auto")
     llm = LLM(target_dir, config, device="cpu", dtype="float32", max_seq_len=256)
     params = SamplingParams(max_tokens=100, ignore_eos=True)
