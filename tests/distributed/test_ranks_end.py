@@ -33,7 +33,13 @@ from trtspec import (
 from trtspec.config import EngineConfig
 from trtspec.distributed import start
 from trtspec.distributed.peer import ALL_REDUCE_ENV_VAR
-from trtspec.distributed.world import TIMEOUT_ENV_VAR, World
+from trtspec.distributed.world import (
+    CALLS_AT_END,
+    TIMEOUT_ENV_VAR,
+    World,
+    _in_background,
+    _start_thread,
+)
 from trtspec.errors import CheckpointError, ConfigError, RankError
 
 starts_ranks_again = pytest.mark.skipif(
@@ -133,6 +139,23 @@ def test_a_failed_build_gives_back_what_others_may_want(
     with pytest.raises(ConfigError, match="max_num_tokens"):
         two_ranks(model, max_num_tokens=0)
     assert closed == [world, world]
+
+
+def test_a_world_has_threads_for_the_end_of_python(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since Python 3.12 none can start then, and an engine that was not shut down ends then."""
+    two_ranks(model)
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        ended = [_in_background(lambda: None) for _ in range(CALLS_AT_END)]
+        assert all(end.wait(10) for end in ended)
+    for _ in ended:
+        _start_thread()
 
 
 def test_engines_share_the_ranks(model: Path, expected: list[int]) -> None:
