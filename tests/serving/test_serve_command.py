@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import re
 import signal
 import socket
@@ -28,6 +29,8 @@ from trtspec.errors import ConfigError
 from trtspec.serving.config import ServerConfig
 
 LONG = {"model": "tiny", "prompt": "abc", "max_tokens": 250, "ignore_eos": True, "temperature": 0}
+# So many choices that they take seconds.
+SECONDS_LONG = LONG | {"prompt": ["abc"] * 20, "stream": True, "n": 16, "temperature": 1}
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +79,20 @@ def test_prompts_start_at_once(
     assert [options.prefill_batch_size for options in seen] == [expected]
 
 
+@contextmanager
+def running_lines(url: str, body: dict[str, Any]) -> Iterator[Iterator[str]]:
+    """Yields the lines of a stream that has begun: the request runs, or has run."""
+    with httpx.stream("POST", url + "/v1/completions", json=body, timeout=30) as reply:
+        lines = (line for line in reply.iter_lines() if line)
+        next(lines)
+        yield lines
+
+
 def test_signals(model_dir: Path) -> None:
     """The first lets requests finish; with none left it ends with code 0. The second ends all."""
     with (
         served(model_dir, "--speculative", "ngram", "--max-batch-size", "3") as (process, url),
         served(model_dir) as (other, other_url),
-        ThreadPoolExecutor(32) as pool,
     ):
         sizes = [httpx.get(one + "/live").json()["max_running"] for one in (url, other_url)]
         assert sizes == [3, 8]
@@ -89,22 +100,25 @@ def test_signals(model_dir: Path) -> None:
         httpx.post(url + "/v1/completions", json=LONG | {"max_tokens": 60}, timeout=30)
         speed = httpx.get(url + "/live").json()["speed"]
         assert speed["plain_seconds"] > 0 and speed["speed_up"] > 0
-        short = pool.submit(httpx.post, url + "/v1/completions", json=LONG | {"max_tokens": 60})
-        url_to_cut = other_url + "/v1/completions"
-        cut = [pool.submit(httpx.post, url_to_cut, json=LONG, timeout=30) for _ in range(24)]
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        for _ in range(100):  # two that come together count as one
-            other.send_signal(signal.SIGTERM)
-            time.sleep(0.05)
-            if other.poll() is not None:
-                break
-        assert other.poll() == 128 + signal.SIGTERM
-        assert any(isinstance(one.exception(30), httpx.TransportError) for one in cut)
-        reply = short.result(30)
-        assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 60
+        counted = {"stream": True, "stream_options": {"include_usage": True}}
+        with running_lines(url, LONG | counted) as lines:
+            process.send_signal(signal.SIGINT)
+            *_, usage, end = lines
+        assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 250
+        assert end == "data: [DONE]"
         assert process.wait(30) == 0
         assert process.stdout is not None and process.stdout.read() == ""
+        with (
+            running_lines(other_url, SECONDS_LONG) as lines,
+            pytest.raises(httpx.TransportError),
+        ):
+            for _ in range(100):  # two that come together count as one
+                other.send_signal(signal.SIGTERM)
+                time.sleep(0.05)
+                if other.poll() is not None:
+                    break
+            list(lines)
+        assert other.wait(30) == 128 + signal.SIGTERM
 
 
 def wait_until_gone(process: psutil.Process) -> None:
@@ -128,13 +142,9 @@ def test_each_process_ends_with_the_other(model_dir: Path) -> None:
         with pytest.raises(httpx.ConnectError):
             httpx.get(url)
         (http,) = psutil.Process(other.pid).children()
-        # So many that they take seconds.
-        body = LONG | {"prompt": ["abc"] * 20, "stream": True, "n": 16, "temperature": 1}
-        with httpx.stream("POST", other_url + "/v1/completions", json=body, timeout=30) as reply:
-            lines = reply.iter_lines()
-            next(lines)
+        with running_lines(other_url, SECONDS_LONG) as lines:
             other.kill()
-            rest = [line for line in lines if line]
+            rest = list(lines)
         assert "The engine's process is gone." in rest[-2] and rest[-1] == "data: [DONE]"
         wait_until_gone(http)
         with pytest.raises(httpx.ConnectError):
