@@ -754,8 +754,29 @@ def test_options_of_a_sweep_need_it(run):
 def test_a_request_that_fails_ends_the_sweep(run, fake, monkeypatch):
     real = fake._snapshot
     monkeypatch.setattr(fake, "_snapshot", lambda self, p, ids, *_: real(self, p, ids, 0, 1, 1))
-    code, _, err = run(*SWEEP)
+    code, out, err = run(*SWEEP)
     assert code == 1 and "the logits are NaN" in error_line(err)
+    assert out == ""
+
+
+@pytest.mark.parametrize("error", [RequestError("no block left"), KeyboardInterrupt()])
+def test_a_sweep_that_ends_early_shows_what_it_has(run, fake, monkeypatch, tmp_path, error):
+    real = fake.generate
+
+    def generate(self, prompts, params, **options):
+        if self.options["max_batch_size"] == 4:
+            raise error
+        return real(self, prompts, params, **options)
+
+    monkeypatch.setattr(fake, "generate", generate)
+    code, out, _ = run(
+        *SWEEP, "--concurrency", "1,4", "--kinds", "code", "--temperatures", "0,1",
+        "--csv", "t.csv",
+    )  # fmt: skip
+    assert code == (130 if isinstance(error, KeyboardInterrupt) else 1)
+    assert out.count("code") == 2 and "written: t.csv" in out
+    lines = (tmp_path / "t.csv").read_text().splitlines()[1:]
+    assert {line.split(",")[0] for line in lines} == {"1"}
 
 
 def test_lookup_beside_a_drafter():

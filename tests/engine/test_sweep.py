@@ -85,7 +85,7 @@ def run_sweep(
         params=SamplingParams(max_tokens=TOKENS, seed=0, ignore_eos=True),
         repeat=2, open_engines=open_engines, progress=lambda *_: None,
     )  # fmt: skip
-    return run.measure(), opened
+    return Sweep(ways, list(run.cells())), opened
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +164,12 @@ def test_what_does_not_count(device: str) -> None:
     """On CUDA no cell's run captures a graph, greedy or sampled, for a run before it did."""
     engines = {name: Counted(device) for name in ("plain", "auto")}
     axes = Axes([3], [0.0, 1.0], {"short": KINDS["short"]})
-    SweepRun(
+    run = SweepRun(
         ways=[Way("plain", "plain"), Way("auto", "auto")], axes=axes,
         prompts=encode_prompts(axes, encoded), params=SamplingParams(max_tokens=2), repeat=1,
         open_engines=lambda concurrency: engines, progress=lambda *_: None,
-    ).measure()  # fmt: skip
+    )  # fmt: skip
+    assert len(list(run.cells())) == 2
     salted = engines["auto"].salted  # a prompt that comes again has another salt each time
     assert len({one[1:] for one in salted}) == 2
     assert len(set(salted)) == len(salted) == 3 * len(engines["auto"].calls)
@@ -182,12 +183,12 @@ def test_what_does_not_count(device: str) -> None:
 def test_rounds_are_prompts_for_each_request_at_once() -> None:
     engines = {"plain": Counted("cpu")}
     axes = Axes([1, 4], [0.0], {"short": KINDS["short"]}, rounds=3)
-    table = SweepRun(
+    run = SweepRun(
         ways=[Way("plain", "plain")], axes=axes, prompts=encode_prompts(axes, encoded),
         params=SamplingParams(max_tokens=2), repeat=2,
         open_engines=lambda concurrency: engines, progress=lambda *_: None,
-    ).measure()  # fmt: skip
-    assert [cell.num_prompts for cell in table.cells] == [3, 12]
+    )  # fmt: skip
+    assert [cell.num_prompts for cell in run.cells()] == [3, 12]
     # Each concurrency begins with a prompt that does not count.
     assert [count for _, count in engines["plain"].calls] == [1, 3, 3, 1, 12, 12]
 

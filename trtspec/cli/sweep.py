@@ -22,7 +22,7 @@ from .engine import (
     parse_draft_len,
     parse_mode,
 )
-from .errors import EXIT_FAILED, CliError, show_error
+from .errors import CliError
 from .inputs import read_prompts
 from .numbers import MAX_TEMPERATURE, parse_numbers
 from .options import EngineOptions, JsonOptions, PromptOptions, SamplingOptions, SweepOptions
@@ -32,7 +32,7 @@ from .status import Progress
 
 if TYPE_CHECKING:
     from ..llm import LLM
-    from ..report.sweep import Axes, Cell, Sweep, Way
+    from ..report.sweep import Axes, Cell, Sweep, SweepRun, Way
 
 AGENT = "agent"
 DEFAULT_KINDS = "chat,agent"
@@ -137,7 +137,11 @@ def run_sweep(
     repeat: int,
     output: JsonOptions,
 ) -> int:
-    """Returns the exit code: 0, or 1 when a request failed."""
+    """Returns the exit code.
+
+    Raises:
+        SweepFailed: a request failed. The cells before it are shown and written.
+    """
     command = SweepCommand.of(options, given, sampling, sweep)
     files = check_files(
         {"--picture": sweep.picture, "--csv": sweep.csv, "--json-file": output.json_file}
@@ -151,32 +155,42 @@ def run_sweep(
         from ..report.plots import require_matplotlib
 
         require_matplotlib()  # before minutes of measuring
-    from ..report.sweep import SweepFailed, draw_sweep
+    from ..report.sweep import Sweep
 
+    progress, cells = Progress(), []
+    with redirect_stdout(sys.stderr), progress:
+        about, run = _prepare(command, repeat, progress)
     try:
-        with redirect_stdout(sys.stderr), Progress() as progress:
-            about, table = _measure(command, repeat, progress)
-    except SweepFailed as error:
-        show_error(str(error))
-        return EXIT_FAILED
-    if output.is_wanted:  # first: whatever happens to the rest, nothing is measured again
-        write_json(output, {**about, "cells": _finite(table.rows())})
-    console = make_console(stderr=output.as_json)
-    if not output.as_json:
-        _print_table(console, about, table)
-    if sweep.csv is not None:
-        sweep.csv.write_text(table.to_csv(), encoding="utf-8")
-    if sweep.picture is not None:
-        sweep.picture.write_text(draw_sweep(table), encoding="utf-8", errors="xmlcharrefreplace")
-    for path in files:
-        console.print(Text(f"written: {path}", style="dim"), soft_wrap=True)
+        with redirect_stdout(sys.stderr), progress:
+            for cell in run.cells():
+                cells.append(cell)
+    finally:  # also where a later cell failed, or was interrupted
+        if cells:
+            _show(about, Sweep(run.ways, cells), sweep, output)
+            console = make_console(stderr=output.as_json)
+            for path in files:
+                console.print(Text(f"written: {path}", style="dim"), soft_wrap=True)
     return 0
 
 
-def _measure(
+def _show(about: dict[str, Any], table: Sweep, asked: SweepOptions, output: JsonOptions) -> None:
+    """Prints the table, and writes the files that are asked for."""
+    from ..report.sweep import draw_sweep
+
+    if output.is_wanted:  # first: whatever happens to the rest, nothing is measured again
+        write_json(output, {**about, "cells": _finite(table.rows())})
+    if not output.as_json:
+        _print_table(make_console(), about, table)
+    if asked.csv is not None:
+        asked.csv.write_text(table.to_csv(), encoding="utf-8")
+    if asked.picture is not None:
+        asked.picture.write_text(draw_sweep(table), encoding="utf-8", errors="xmlcharrefreplace")
+
+
+def _prepare(
     command: SweepCommand, repeat: int, progress: Progress
-) -> tuple[dict[str, Any], Sweep]:
-    """Returns what was measured with, and the table."""
+) -> tuple[dict[str, Any], SweepRun]:
+    """Returns what is measured with, and the run."""
     from ..report.sweep import SweepRun, encode_prompts
 
     axes, answer = command.axes, command.sampling.max_tokens
@@ -217,7 +231,7 @@ def _measure(
         open_engines=open_engines,
         progress=progress,
     )
-    return about, run.measure()
+    return about, run
 
 
 def _about(command: SweepCommand, llm: LLM, repeat: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from ..api.outputs import EngineStats
 from ..api.sampling_params import SamplingParams
 from ..data.acceptance_prompts import AcceptancePrompt
-from ..errors import TrtspecError
+from ..errors import RequestError
 from .contexts import Encode, pad_prompt, padding_texts
 from .plots import require_matplotlib, to_svg
 
@@ -24,7 +24,7 @@ NEVER_SLOWER, NEAR_BEST = 0.99, 0.95
 """What `auto` should reach of plain decoding, and of the best fixed draft length."""
 
 
-class SweepFailed(TrtspecError):
+class SweepFailed(RequestError):
     """A request failed, so there is nothing to compare."""
 
 
@@ -216,27 +216,25 @@ class SweepRun:
     open_engines: Callable[[int], Mapping[str, Engine]]
     progress: Callable[..., None]
 
-    def measure(self) -> Sweep:
-        """Returns the table.
+    def cells(self) -> Iterator[Cell]:
+        """Yields each cell once it is measured.
 
         Raises:
             SweepFailed: a request failed.
         """
-        cells: list[Cell] = []
-        salts = count()
+        done, salts = count(), count()
         for concurrency in self.axes.concurrencies:
             engines = self.open_engines(concurrency)
             for number, place in enumerate(self.axes.places(concurrency)):
                 self.progress(
                     f"concurrency {concurrency}, T={place.temperature:g}, {place.kind}"
                     + ("" if place.context is None else f", context {place.context}"),
-                    len(cells),
+                    next(done),
                     self.axes.num_cells,
                 )
-                cells.append(self._cell(engines, place, salts, is_first=number == 0))
+                yield self._cell(engines, place, salts, is_first=number == 0)
             for engine in engines.values():
                 engine.shutdown()
-        return Sweep(self.ways, cells)
 
     def _cell(
         self, engines: Mapping[str, Engine], place: Place, salts: Iterator[int], *, is_first: bool
