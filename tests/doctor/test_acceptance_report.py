@@ -867,6 +867,20 @@ def test_what_was_measured_is_kept_where_there_is_no_advice(run: Any, tmp_path: 
     assert "tokens per step" in out and json.loads(file.read_text())["advice"] is None
 
 
+def test_what_was_measured_is_kept_where_steps_cannot_be_timed(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError("no memory is left")
+
+    monkeypatch.setattr("trtspec.report.measure_step_ms", out_of_memory)
+    file = tmp_path / "report.json"
+    given = ("--categories", "b", "--per-category", "1", "--advise", "--json-file", file)
+    with pytest.raises(MemoryError):
+        run(*given, mode="ngram")
+    assert json.loads(file.read_text())["overall"][0]["num_steps"] > 0
+
+
 @pytest.mark.parametrize("broken", ["_print_report", "render_html"])
 def test_what_was_measured_is_kept_before_it_is_shown(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str

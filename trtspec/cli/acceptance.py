@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ..data.acceptance_prompts import AcceptancePrompt, load_prompts, select_prompts
-from ..errors import ConfigError, RequestError
 from .engine import load_llm, load_pair, parse_mode
 from .errors import CliError
 from .numbers import MAX_TEMPERATURE, parse_numbers
@@ -102,7 +101,7 @@ def _refuse_advice(options: EngineOptions) -> None:
 
 def _measure(
     options: EngineOptions, what: AcceptanceOptions, plan: Plan, progress: Progress
-) -> tuple[AcceptanceReport, Exception | None]:
+) -> tuple[AcceptanceReport, BaseException | None]:
     """Returns the report, and why it has no advice if that was asked for and could not be given."""
     from ..report import measure_acceptance
 
@@ -125,7 +124,7 @@ def _measure(
     ids = sorted((llm.apply_chat_template(p.messages) for p in plan.prompts), key=len)
     try:
         advice = _advise(plain, llm, ids, report, options.max_batch_size, progress)
-    except (ConfigError, RequestError) as error:  # what was measured is worth minutes
+    except BaseException as error:  # noqa: BLE001 - what was measured is worth minutes
         return report, error
     return replace(report, advice=advice), None
 
