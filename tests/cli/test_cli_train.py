@@ -15,7 +15,9 @@ from tiny import tiny_model_dir
 from unrolled import F32, load_target
 
 from trtspec import cli
-from trtspec.train.new_head import NewHead, create_head, save_head
+from trtspec.train.create_head import create_head
+from trtspec.train.new_head import NewHead
+from trtspec.train.save_head import save_head
 
 Captured = pytest.CaptureFixture[str]
 SMALL = ["--length", "64", "--steps", "2", "--batch-size", "2", "--unroll", "2",

@@ -18,7 +18,8 @@ from unrolled import CAPTURED, F32, TRAIN_CONFIG, VOCAB, GreedyTexts, load_targe
 
 from trtspec.doctor import diagnose, texts_of
 from trtspec.models.decoder import Decoder
-from trtspec.train.new_head import NewHead, create_head
+from trtspec.train.create_head import create_head
+from trtspec.train.new_head import NewHead
 from trtspec.train.records import Sequences
 from trtspec.train.trainer import Trainer
 

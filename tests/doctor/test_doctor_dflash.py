@@ -37,8 +37,9 @@ from trtspec.doctor.blocks import block_trials
 from trtspec.models.drafters.dflash import DFlashHead
 from trtspec.train import unroll as unroll_module
 from trtspec.train.blocks import Block
+from trtspec.train.create_head import create_head
 from trtspec.train.losses import score
-from trtspec.train.new_head import NewHead, create_head
+from trtspec.train.new_head import NewHead
 from trtspec.train.records import Sequences
 from trtspec.train.trainer import Trainer
 from trtspec.train.unroll import Use, teach, unroll

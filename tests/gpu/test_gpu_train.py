@@ -17,8 +17,9 @@ from trtspec.checkpoints.weights import load_decoder
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.base import DraftHead
 from trtspec.train.blocks import Anchors
+from trtspec.train.create_head import create_head, trainable
 from trtspec.train.losses import Objective, judge
-from trtspec.train.new_head import NewHead, create_head, trainable
+from trtspec.train.new_head import NewHead
 from trtspec.train.trainer import Trainer
 from trtspec.train.unroll import Use, teach, unroll
 

@@ -32,7 +32,9 @@ from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models.drafters.base import HeadConfig
 from trtspec.models.drafters.dflash import DFlashHead
 from trtspec.ops.step.slots import draft_step_metadata
-from trtspec.train.new_head import NewHead, begin_with, check_alike, create_head
+from trtspec.train.create_head import create_head
+from trtspec.train.earlier_head import begin_with, check_alike
+from trtspec.train.new_head import NewHead
 
 CPU, F32 = torch.device("cpu"), torch.float32
 SINKS = "layers.1.self_attn.attention_sink_bias"

@@ -32,7 +32,9 @@ from trtspec.models.decoder import Decoder
 from trtspec.models.mla import MLAttention
 from trtspec.ops.layer.latent import multiply_heads
 from trtspec.ops.step.slots import draft_step_metadata
-from trtspec.train.new_head import NewHead, create_head, save_head
+from trtspec.train.create_head import create_head
+from trtspec.train.new_head import NewHead
+from trtspec.train.save_head import save_head
 
 CPU = torch.device("cpu")
 YARN = {

@@ -40,7 +40,8 @@ from trtspec.models.decoder import feed_forward
 from trtspec.models.drafters.mtp import mtp_decoder_config
 from trtspec.models.moe import MoE
 from trtspec.ops.experts.torch import grouped_experts, route, router_logits
-from trtspec.train.new_head import NewHead, create_head
+from trtspec.train.create_head import create_head
+from trtspec.train.new_head import NewHead
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {}),

@@ -18,15 +18,10 @@ from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.errors import ConfigError
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.eagle import Eagle3Head
-from trtspec.train.new_head import (
-    NewHead,
-    begin_with,
-    check_alike,
-    create_head,
-    lm_head_weight,
-    save_head,
-    trainable,
-)
+from trtspec.train.create_head import create_head, lm_head_weight, trainable
+from trtspec.train.earlier_head import begin_with, check_alike
+from trtspec.train.new_head import NewHead
+from trtspec.train.save_head import save_head
 
 
 @pytest.fixture(scope="module")

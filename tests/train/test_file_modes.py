@@ -13,7 +13,9 @@ from tiny import tiny_model_dir
 from unrolled import F32, load_target
 
 from trtspec.data.hidden_states import HiddenStatesWriter
-from trtspec.train.new_head import NewHead, create_head, save_head
+from trtspec.train.create_head import create_head
+from trtspec.train.new_head import NewHead
+from trtspec.train.save_head import save_head
 
 
 @pytest.fixture(params=[0o022, 0o027])

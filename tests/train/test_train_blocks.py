@@ -32,18 +32,13 @@ from trtspec.models.drafters.dflash import DFlashHead
 from trtspec.ops.tokens.walk import Codebooks, PathCandidates, candidate_scores
 from trtspec.train import paths
 from trtspec.train.blocks import Anchors
+from trtspec.train.create_head import create_head, fit_to_states, trainable
+from trtspec.train.earlier_head import begin_with
 from trtspec.train.losses import Objective, decay_of_block, dpace_weights, judge, score
-from trtspec.train.new_head import (
-    NewHead,
-    begin_with,
-    create_head,
-    default_rank,
-    fit_to_states,
-    save_head,
-    trainable,
-)
+from trtspec.train.new_head import NewHead, default_rank
 from trtspec.train.paths import PathRows, PathTables, path_losses
 from trtspec.train.records import DraftStep
+from trtspec.train.save_head import save_head
 from trtspec.train.trainer import TrainConfig, Trainer
 from trtspec.train.unroll import Use, teach, unroll
 

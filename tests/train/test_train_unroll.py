@@ -18,9 +18,11 @@ from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.errors import ConfigError
 from trtspec.models.drafters.base import DraftHead
+from trtspec.train.create_head import create_head, trainable
 from trtspec.train.losses import Objective, conditional_acceptance, judge, score
-from trtspec.train.new_head import NewHead, create_head, save_head, trainable
+from trtspec.train.new_head import NewHead
 from trtspec.train.records import DraftStep, Sequences
+from trtspec.train.save_head import save_head
 from trtspec.train.unroll import teach, unroll
 
 CASES = ["eagle3", "eagle3_flags", "eagle3_before_fc", "eagle1", "mtp_eagle", "mtp_eagle_pre_norm",

@@ -26,8 +26,9 @@ from trtspec.config import HeadDecodingConfig
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models.decoder import Decoder
 from trtspec.train import trainer as trainer_module
+from trtspec.train.create_head import create_head, trainable
 from trtspec.train.muon import MuonAndAdamW
-from trtspec.train.new_head import NewHead, create_head, trainable
+from trtspec.train.new_head import NewHead
 from trtspec.train.trainer import TrainConfig, Trainer
 
 
@@ -323,9 +324,9 @@ def test_a_head_that_could_not_be_written_keeps_the_checkpoint_before(
     """The last save fails; the rerun makes those steps again, and the head is the last one's."""
     from safetensors import SafetensorError
 
-    from trtspec.train import new_head
+    from trtspec.train import save_head
 
-    real, calls = new_head.save_file, []
+    real, calls = save_head.save_file, []
 
     def save(tensors: object, path: Path, **options: object) -> None:
         calls.append(path)
@@ -334,7 +335,7 @@ def test_a_head_that_could_not_be_written_keeps_the_checkpoint_before(
             raise SafetensorError("No space left on device")
         real(tensors, path, **options)
 
-    monkeypatch.setattr(new_head, "save_file", save)
+    monkeypatch.setattr(save_head, "save_file", save)
     with pytest.raises(ConfigError, match="No space left"):
         _trainer(target_dir, data, tmp_path).train()
     assert sorted(p.name for p in tmp_path.iterdir() if "tmp" in p.name) == []

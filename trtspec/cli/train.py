@@ -59,16 +59,9 @@ def run_train(options: TrainOptions) -> int:
     from ..checkpoints.weights import load_decoder
     from ..executor.device import resolve_device, resolve_dtype
     from ..models.drafters.dflash import DFlashHead
-    from ..train.new_head import (
-        NewHead,
-        begin_with,
-        check_alike,
-        check_kind,
-        check_target,
-        create_head,
-        fit_to_states,
-        head_config,
-    )
+    from ..train.create_head import create_head, fit_to_states
+    from ..train.earlier_head import begin_with, check_alike
+    from ..train.new_head import NewHead, check_kind, check_target, head_config
     from ..train.trainer import Trainer, check_run_directory
     from ..train.unroll import teach
 
@@ -287,7 +280,7 @@ def _draft_window(options: TrainOptions) -> int:
 def _check_options(options: TrainOptions, config: DecoderConfig) -> None:
     """Raises CliError, ConfigError for what the target does not allow, before hours of work."""
     from ..train.losses import POSITION_WEIGHTS
-    from ..train.new_head import check_format
+    from ..train.save_head import check_format
     from ..train.trainer import TrainConfig
 
     check_format(options.head_format, options.kind)

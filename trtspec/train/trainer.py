@@ -33,6 +33,7 @@ from ..errors import CheckpointError, ConfigError, shown
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
 from .blocks import Anchors
+from .create_head import trainable
 from .losses import (
     DECAY,
     POSITION_WEIGHTS,
@@ -44,8 +45,9 @@ from .losses import (
     score,
 )
 from .muon import MuonAndAdamW
-from .new_head import BLOCK_KINDS, HEAD_FILES, block_rows, save_head, trainable
+from .new_head import BLOCK_KINDS, block_rows
 from .records import Sequences
+from .save_head import HEAD_FILES, save_head
 from .unroll import Use, teach, unroll
 
 logger = logging.getLogger(__name__)
