@@ -40,15 +40,12 @@ from trtspec.train.data import (
     DataError,
     Example,
     TrainingText,
-    d2t_offsets,
-    draft_vocabulary,
-    first_fit,
     is_measured,
-    pack,
     render_conversation,
-    split,
     tokenizer_fingerprint,
 )
+from trtspec.train.draft_vocabulary import d2t_offsets, draft_vocabulary
+from trtspec.train.packing import first_fit, pack, split
 from trtspec.train.seeds import FOLLOW_UPS, PASSAGES, TEMPLATES, draw_follow_up, draw_seed
 from trtspec.train.self_generate import Report, read_prompts, self_generate
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from ..checkpoints.heads.records import HeadReport
     from ..models.config import DecoderConfig
-    from ..train.data import Packed
     from ..train.new_head import NewHead
+    from ..train.packing import Packed
     from ..train.trainer import TrainConfig
 
 GENERATED = "text.jsonl"
@@ -350,7 +350,9 @@ def _read_rows(
     import torch
 
     from ..api.text_stream import special_token_ids
-    from ..train.data import TrainingText, draft_vocabulary, pack, split
+    from ..train.data import TrainingText
+    from ..train.draft_vocabulary import draft_vocabulary
+    from ..train.packing import pack, split
 
     text = TrainingText(
         path, tokenizer, config.vocab_size, max_len=options.length, skip_bad=options.skip_bad

@@ -15,7 +15,7 @@ from ..models.drafters.convolved import BlockConvolution
 from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.eagle import Eagle3Head
 from ..models.drafters.mtp import MTPHead
-from .data import d2t_offsets
+from .draft_vocabulary import d2t_offsets
 from .new_head import NewHead, head_config
 
 CODEBOOK_DEVIATION = 0.02
