@@ -292,6 +292,19 @@ def test_nothing_follows_the_end_that_a_drafter_proposed(target: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
+def test_a_draft_that_ends_a_grammar_is_counted(target: Path) -> None:
+    """It was taken for the bonus, which the step has behind it."""
+    texts = token_texts()
+    params = SamplingParams(guided_decoding=GuidedDecodingParams(choice=["eab"]))
+    with cpu_engine(target, proposing(texts.index("a"), texts.index("b"), EOS)) as llm:
+        request = llm.executor.enqueue(PROMPT, params)
+        request.sources = []
+        llm.executor.run_until_done()
+        stats = llm.stats()
+    assert request.output_token_ids[-1] == EOS and request.sources == [0, 1, 2, 3]
+    assert request.accepted_lens == {3: 1} and stats.acceptance_per_position == [1.0, 1.0, 1.0]
+
+
 def test_a_dead_end_behind_a_rejected_draft_is_no_error(target: Path) -> None:
     """After "ec" the grammar wants "d", which is banned; the target chooses "ea"."""
     texts = token_texts()

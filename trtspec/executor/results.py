@@ -93,7 +93,8 @@ class RequestResult(NamedTuple):
     is_generation: bool  # else a part of its prompt
     is_bad: bool  # its logits held NaN, or nothing above -inf
     yields_token: bool  # False for a chunk inside the prompt
-    tokens: list[int]  # accepted drafts, then the bonus
+    tokens: list[int]  # accepted drafts, then the bonus; up to the end of a grammar
+    num_accepted: int  # drafts, those behind a grammar's end too
     num_asked: int  # drafts that its step before was asked for, found or not, if all are verified
     num_proposed: int | None  # drafts that it verified, if recorded
     logprobs: list[dict[int, Logprob]] | None  # of each token, if asked for
@@ -103,7 +104,7 @@ class RequestResult(NamedTuple):
     @property
     def sources(self) -> list[int]:
         """For each token: j if it is accepted draft j, else 0."""
-        return [*range(1, len(self.tokens)), 0]
+        return [*range(1, self.num_accepted + 1), 0][: len(self.tokens)]
 
     def first(self, count: int) -> RequestResult:
         """Returns it with the first `count` tokens alone."""
@@ -244,6 +245,7 @@ class StepReader:
             "is_bad": is_bad,
             "yields_token": launched.yields_token,
             "tokens": [row[:length] for row, length in zip(tokens, lens, strict=True)],
+            "num_accepted": [length - 1 for length in lens],
             "num_asked": num_asked,
             "num_proposed": num_proposed,
             "logprobs": _logprobs(launched, tokens, lens),

@@ -64,7 +64,7 @@ class Statistics:
             if not result.is_generation:
                 continue
             self.decoded_tokens += num_tokens
-            request, accepted, num_asked = result.request, len(result.tokens) - 1, result.num_asked
+            request, accepted, num_asked = result.request, result.num_accepted, result.num_asked
             request.num_steps += 1
             request.accepted_lens[accepted] += 1
             # Forced acceptance needs no drafts.

@@ -198,7 +198,7 @@ class StepMetrics:
                     self.inter_token_seconds.add(now - since, waited)
                     since, waited = before, 0
                 waited += 1
-                accepted = len(result.tokens) - 1
+                accepted = result.num_accepted
                 if accepted:
                     drafted += accepted if accepted < count else count
                 if result.num_asked:
