@@ -16,9 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from trtspec import EagleDecodingConfig, NGramDecodingConfig, SpecMetadata, SpeculativeDecodingMode
+from trtspec import (
+    EagleDecodingConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+    SpecMetadata,
+    SpeculativeDecodingMode,
+)
 from trtspec.errors import ConfigError
 from trtspec.metadata import AttentionMetadata, CapturedHiddenStates, KVGroup
+from trtspec.metadata import spec as spec_module
 from trtspec.workers import Eagle3OneModelWorker, NGramWorker, SpecWorkerBase
 from trtspec.workers import base as base_module
 
@@ -277,6 +284,18 @@ def test_a_step_takes_its_rows_of_larger_buffers() -> None:
     with spec.rows_of_step(0, 3, 3):
         rows = spec.sampling_rows(12)
     assert rows is not None and len(rows.top_ps) == 12
+
+
+def test_penalties_that_no_row_holds_get_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    spec_module._warn_of_shaping.cache_clear()
+    spec = SpecMetadata(2, 1, 1, allow_advanced_sampling=True, device="cpu")
+    for params, count in (
+        (SamplingParams(temperature=1.0, top_k=3), 0),
+        (SamplingParams(min_p=0.1), 1),
+    ):
+        request = SimpleNamespace(sampling_params=params, is_generation=True)
+        spec.populate_sampling_params_for_one_model([request] * 2)
+        assert sum("reads temperature" in r.getMessage() for r in caplog.records) == count
 
 
 def test_too_many_requests_and_too_few_rows_are_refused() -> None:

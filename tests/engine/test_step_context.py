@@ -50,6 +50,20 @@ def test_entries_for_another_batch_are_refused(name: str, given: Any, said: str)
         _step(_spec(**{name: given}), SIZES)
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("runtime_draft_len", -1, "-1: give an int >= 0, or None"),  # all but the last, as a slice
+        ("runtime_draft_len", 1.5, "1.5: give an int"),
+        ("is_spec_dec_tree", True, "True: there are no draft trees"),
+        ("is_spec_dec_dynamic_tree", True, "True: there are no draft trees"),
+    ],
+)
+def test_what_no_step_can_do_is_refused(name: str, given: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={said}"):
+        _step(_spec(**{name: given}), SIZES)
+
+
 def test_next_tokens_of_an_earlier_prompt_may_be_left_there() -> None:
     step = _step(_spec(next_prompt_tokens=torch.tensor([-1])), StepSizes(0, 2, 3))
     assert step.next_prompt_tokens.shape == (0,)

@@ -7,9 +7,11 @@ per pass. A foreign loop sets the fields that it has and leaves out the others.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from .missed import MissedRows
 from .mode import SpeculativeDecodingMode
 from .sampling import RequestSampling, SamplingMetadata, SlotSampling, request_sampling_params
 from .step import StepContext, StepSizes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -301,6 +305,9 @@ class SpecMetadata:
         the loop set it. Without `allow_advanced_sampling` nothing is written, and the worker takes
         the argmax.
 
+        Temperature, top-k, top-p and seed are read. What else `SamplingParams` asks of the logits
+        is the loop's to do before the worker gets them: a warning says so once.
+
         Args:
             requests: objects with `sampling_params` (or TensorRT-LLM's `sampling_config`) and
                 `is_generation` (or TensorRT-LLM's `state`); contexts first.
@@ -320,6 +327,9 @@ class SpecMetadata:
         for request in requests:
             repeat = 1 + self.max_draft_len if _is_generation(request) else 1
             rows += [request_sampling_params(request)] * repeat
+            params = getattr(request, "sampling_params", None)
+            if self.logits_state is None and getattr(params, "shapes_logits", False):
+                _warn_of_shaping()
         buffers, slot_buffer = self._make_buffers(self.max_num_requests)
         rows += [RequestSampling()] * (buffers.seeds.shape[0] - len(rows))
         for buffer, values in zip(buffers, zip(*rows, strict=True), strict=True):
@@ -369,6 +379,15 @@ class SpecMetadata:
         if self.device is not None:
             return torch.device(self.device)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@cache
+def _warn_of_shaping() -> None:
+    logger.warning(
+        "A request's SamplingParams have penalties, logit_bias, bans, min_tokens or min_p. "
+        "populate_sampling_params_for_one_model reads temperature, top_k, top_p and seed alone: "
+        "change the logits before the worker gets them, or use LLM."
+    )
 
 
 def _is_generation(request: Any) -> bool:

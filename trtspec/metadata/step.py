@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..checks import is_int
+from ..errors import ConfigError, shown
 from ..utils import to_device
 from .attention import AttentionMetadata
 from .embeds import RereadEmbeds, RowEmbeds
@@ -70,10 +71,20 @@ class StepContext:
             max_draft_len: K, proposed unless `runtime_draft_len` is less.
 
         Raises:
-            ConfigError: fewer rows of sampling parameters than of logits, or slots or next tokens
-                of another number of requests.
+            ConfigError: fewer rows of sampling parameters than of logits, slots or next tokens of
+                another number of requests, no number of drafts, or a tree of them.
         """
         wanted, slots, following = spec.runtime_draft_len, spec.slot_ids, spec.next_prompt_tokens
+        if wanted is not None and not is_int(wanted, 0):
+            raise ConfigError(
+                f"SpecMetadata.runtime_draft_len={shown(wanted)}: give an int >= 0, or None for K."
+            )
+        for name in ("is_spec_dec_tree", "is_spec_dec_dynamic_tree"):
+            if getattr(spec, name):
+                raise ConfigError(
+                    f"SpecMetadata.{name}={shown(getattr(spec, name))}: there are no draft trees "
+                    "here. Give chains, [G, K] draft_tokens, and leave it False."
+                )
         _require_length("slot_ids", slots, sizes.num_requests, "requests")
         if not sizes.num_contexts:
             following = None  # a loop may have left an earlier step's, which nothing reads
