@@ -253,6 +253,34 @@ def test_a_block_is_published_when_no_step_writes_to_it_any_more(
         assert output.outputs[0].token_ids == oracle.extend(output.prompt_token_ids, 4)
 
 
+@pytest.mark.parametrize("mode", NETWORKS)
+def test_a_step_too_many_at_the_maximum_length_writes_to_no_shared_block(
+    target_dir: Path, drafters: Drafters, mode: str
+) -> None:
+    """Under overlap a step used to be launched behind the one that ended the text. Its rows were
+    guarded, at position 0, and its drafts at 1, 2, …, in the blocks of the prompt."""
+    llm = cpu_engine(
+        target_dir, config_of(mode, K, drafters), max_seq_len=40, kv_cache_config=cache_config()
+    )
+    executor = llm.executor
+    executor.worker.force_num_accepted_tokens = K  # so that the last steps pass the maximum
+    request = executor.enqueue(PROMPT[:20], replace(GREEDY, max_tokens=100))
+    while not request.output_token_ids:
+        executor.step()
+    tables = executor.kv_cache._tables[request.request_id]
+    places = [
+        (kv, list(table[:2])) for kv, table in zip(executor.kv_cache.groups, tables, strict=True)
+    ]
+
+    def rows() -> list[torch.Tensor]:
+        return [cache[:, b].clone() for kv, b in places for cache in (kv.k_cache, kv.v_cache)]
+
+    before = rows()
+    executor.run_until_done()
+    assert request.num_tokens == 40
+    assert all(torch.equal(a, b) for a, b in zip(before, rows(), strict=True))
+
+
 @pytest.mark.parametrize("mode", ["none", "eagle3", "mtp"])
 def test_a_prompt_that_is_cut_off_leaves_what_it_computed(
     target_dir: Path, drafters: Drafters, oracle: Oracle, mode: str

@@ -127,10 +127,17 @@ class Scheduler:
         ready = [
             request
             for request in self.running
-            if request.is_generation and not request.ends_with_what_is_in_flight
+            if request.is_generation
+            and not request.ends_with_what_is_in_flight
+            and not self._may_be_past_the_end(request)
         ]
         chosen = ready[: max(0, budget - for_prompts) // rows]
         return chosen, budget - rows * len(chosen)
+
+    def _may_be_past_the_end(self, request: Request) -> bool:
+        """Whether a step would read no row of it inside `max_seq_len`, if what is in flight is all
+        accepted. Its drafter would write at the first positions, in blocks that others share."""
+        return request.num_in_flight > 0 and request.past_upper >= self.config.max_seq_len
 
     def _tokens_for_prompts(self, started: list[Request], may_start: bool) -> int:
         """Returns the tokens that generations must leave to the next prompt.
