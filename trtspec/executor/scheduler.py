@@ -124,20 +124,18 @@ class Scheduler:
         `for_prompts` tokens of the budget are left to the next prompt.
         """
         budget, rows = self.config.max_num_tokens, self.most_drafts + 1
+        longest = self.config.max_seq_len
         ready = [
             request
             for request in self.running
             if request.is_generation
             and not request.ends_with_what_is_in_flight
-            and not self._may_be_past_the_end(request)
+            # It may be past the end if all in flight is accepted, and is read first. Without a row
+            # inside, drafting would write at the first positions, in blocks that others share.
+            and (request.past_upper < longest or not request.num_in_flight)
         ]
         chosen = ready[: max(0, budget - for_prompts) // rows]
         return chosen, budget - rows * len(chosen)
-
-    def _may_be_past_the_end(self, request: Request) -> bool:
-        """Whether a step would read no row of it inside `max_seq_len`, if what is in flight is all
-        accepted. Its drafter would write at the first positions, in blocks that others share."""
-        return request.num_in_flight > 0 and request.past_upper >= self.config.max_seq_len
 
     def _tokens_for_prompts(self, started: list[Request], may_start: bool) -> int:
         """Returns the tokens that generations must leave to the next prompt.
