@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from trtspec import NGramDecodingConfig, SamplingParams, SpecMetadata
 from trtspec.acceptance.forced import (
     FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR,
+    forced_lens,
     get_force_num_accepted_tokens,
 )
 from trtspec.errors import ConfigError
+from trtspec.metadata.step import no_sampling
 from trtspec.workers import NGramWorker, PlainWorker, SpecWorkerBase
 
 VOCAB = 50
@@ -43,9 +46,12 @@ def test_mixed_batch_is_accepted_row_by_row() -> None:
     targets = [7, 11, 12, 13, 14, 21, 22, 23, 24, 31, 32, 33, 34, 41, 42, 43, 44]
     drafts = torch.tensor([[11, 12, 9], [9, 22, 23], [31, 32, 33], [-1, -1, -1]], dtype=torch.int32)
     for given in (drafts, drafts.flatten()):
+        spec = _spec(3)
         tokens, lens = _worker(3).sample_and_accept_draft_tokens(
-            _logits_for(targets), given, 1, 5, _spec(3)
+            _logits_for(targets), given, 1, 5, spec
         )
+        assert spec.num_accepted_draft_tokens is not None
+        assert spec.num_accepted_draft_tokens.tolist() == [0, 2, 0, 3, 0]
         assert tokens.dtype == lens.dtype == torch.int32
         assert lens.tolist() == [1, 3, 1, 4, 1]
         assert tokens.tolist() == [
@@ -172,6 +178,24 @@ def test_forced_fraction_is_a_probability(monkeypatch: pytest.MonkeyPatch) -> No
     )
     assert set(lens.tolist()) == {2, 3}
     assert abs(lens.float().mean().item() - 2.25) < 6 * (0.25 * 0.75 / count) ** 0.5
+
+
+def test_a_forced_fraction_is_the_requests_own_in_any_batch() -> None:
+    """Beside contexts too. Rows: one of each context, then K'+1 of each generation."""
+    num_contexts, num_drafts, count = 2, 3, 40
+    rows = num_contexts + count * (num_drafts + 1)
+    sampling = replace(
+        no_sampling(torch.device("cpu")),
+        seeds=torch.arange(rows) // 7,
+        positions=torch.arange(rows) % 11,
+    )
+    lens = torch.ones(num_contexts + count, dtype=torch.int32)
+    together = forced_lens(lens, 1.5, num_contexts, num_drafts, sampling).tolist()
+    alone = []
+    for first in range(num_contexts, rows, num_drafts + 1):
+        its = sampling.select(slice(first, first + num_drafts + 1))
+        alone += forced_lens(lens[:1], 1.5, 0, num_drafts, its).tolist()
+    assert together == [1, 1, *alone] and set(alone) == {2, 3}
 
 
 # -- the rest of the template ------------------------------------------------------------------

@@ -31,6 +31,7 @@ def test_a_relaxed_rule_draws_as_the_one_it_relaxes() -> None:
         )
         relaxed = rule_of(config)
         assert isinstance(relaxed, Relaxed) and relaxed.drawn is rule.drawn
+        assert rule_of(MTPDecodingConfig(acceptance=name)) is rule
 
 
 class Recording(Rule):
@@ -96,6 +97,9 @@ def test_what_a_worker_overrides_is_called_and_no_kernel_stands_for_it() -> None
     assert _step(_worker(OwnAccept), Recording()) == ([[4, 5, 6]], ["accept"])
     assert _step(_worker(Child), Recording()) == ([[4, 5, 6]], ["accept"])
     assert _step(_worker(OwnForce), Recording()) == ([[4, -1, -1]], ["judge"])
+    worker = _worker(OwnTokens)
+    worker.force_num_accepted_tokens = 1
+    assert _step(worker, Recording()) == ([[5, 6, -1]], ["accept"])
     assert not NGramWorker.judges_itself and not NGramWorker.forces_itself
 
 
