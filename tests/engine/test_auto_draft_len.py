@@ -36,7 +36,12 @@ from trtspec.executor.drafters import LoadedDrafter, may_choose
 from trtspec.executor.graphs import CudaGraphs, GraphKey, GraphMemoryError
 from trtspec.executor.request import ScheduledBatch, StepPlan
 from trtspec.executor.results import Outcomes
-from trtspec.executor.running_acceptance import RunningAcceptance, load_rates, save_rates
+from trtspec.executor.running_acceptance import (
+    AcceptanceByKind,
+    RunningAcceptance,
+    load_rates,
+    save_rates,
+)
 from trtspec.executor.step_costs import StepCosts, StepSeconds, StepShape
 
 K, HEAD = 6, "smollm2-135m-eagle3"
@@ -301,6 +306,10 @@ def test_a_limit_is_no_length_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     engine.auto.runtime = 2
     engine.run(500, [0.9] * K, 4)
     assert max(engine.lengths) == 2
+    engine.auto.runtime = 1
+    engine.lengths.clear()
+    engine.run(4, [0.9] * K, 4)
+    assert max(engine.lengths) == 1, "at once"
     shape = StepShape(8, all_greedy=True)
     assert [k for k in range(K + 1) if costs.is_known(shape, k)] == [0]
     assert not costs.is_known(StepShape(4, all_greedy=True), 3)
@@ -325,6 +334,15 @@ def test_known_times_need_no_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     second.run(200, [0.85] * K)
     assert 0 not in second.lengths
     assert 0 in first.lengths
+
+
+def test_times_are_kept_while_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A server that is killed has them all the same."""
+    costs = StepCosts(tmp_path / "times.json")
+    engine = Engine(monkeypatch, lambda size, k: 0.2 * (1 + 0.1 * k), costs)
+    engine.run(1500, [0.5] * K)
+    kept = StepCosts(tmp_path / "times.json")
+    assert all(kept.is_known(GREEDY, k) for k in engine.lengths)
 
 
 def known_costs(size: int = 1) -> StepCosts:
@@ -399,7 +417,9 @@ def test_acceptance_is_kept_for_the_next_engine(
     assert json.loads(options["rates_path"].read_text()).keys() == {"greedy"}
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"greedy": [2.0]}', '{"other": []}', '{"greedy": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "[1]", '{"greedy": [0.5, 2.0]}', '{"other": []}', '{"greedy": 1}']
+)
 def test_a_broken_file_of_rates_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
@@ -407,8 +427,8 @@ def test_a_broken_file_of_rates_is_ignored(
     path.write_text(text)
     assert load_rates(path) == {}
     assert "holds no shares" in caplog.text
-    save_rates(path, {True: [0.5], False: []})
-    assert load_rates(path) == {True: [0.5]}
+    save_rates(path, {True: [1.0, 0.5, 0.0], False: []})
+    assert load_rates(path) == {True: [1.0, 0.5, 0.0]}
 
 
 def batch_of(*requests: Any) -> ScheduledBatch:
@@ -445,6 +465,14 @@ def test_by_default_it_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     asked._shape = asked.shape_of(batch_of(seeded))
     asked._until = 100
     assert asked.of(batch_of(seeded), batch_of(seeded)) == 0, "who asks for auto gets it"
+    exact = Engine(
+        monkeypatch,
+        of_gpu,
+        known_costs(),
+        options={"is_default": True},
+        acceptance="exact_match",
+    ).auto
+    assert exact.may_rest([seeded]), "tokens do not depend on K there"
 
 
 def test_it_is_the_default_where_that_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,6 +544,15 @@ def test_greedy_and_sampled_requests_are_judged_apart(monkeypatch: pytest.Monkey
     assert engine.auto.chosen == 0
     engine.run(1, [0.9] * K, 8)
     assert engine.auto.chosen >= 3
+    engine.run(20, [0.9] * K, 8)
+
+    def batch(num_sampled: int) -> ScheduledBatch:
+        heats = [1.0] * num_sampled + [0.0] * (8 - num_sampled)
+        params = [SamplingParams(temperature=heat) for heat in heats]
+        return batch_of(*(SimpleNamespace(sampling_params=p, num_tokens=9) for p in params))
+
+    engine.auto._choose(batch(1), K)
+    assert engine.auto.chosen >= 3, "one of eight weighs little"
 
 
 def test_acceptance_equals_a_count() -> None:
@@ -538,6 +575,46 @@ def test_steps_that_were_asked_for_less_say_nothing_of_the_rest() -> None:
     tokens = acceptance.expected_tokens()
     assert tokens[1] > 1.98
     assert tokens[3] > 3.9  # like the first
+
+
+def test_earlier_acceptance_is_forgotten() -> None:
+    acceptance = RunningAcceptance(1)
+    for _ in range(40):
+        acceptance.add(1, 1, count=10)
+        acceptance.fold()
+    assert acceptance.rates[0] > 0.95
+    seen = acceptance.seen
+    for _ in range(40):  # nothing was drafted
+        acceptance.fold()
+    assert acceptance.seen == seen
+    for _ in range(40):
+        acceptance.add(1, 0, count=10)
+        acceptance.fold()
+    assert acceptance.rates[0] < 0.05
+
+
+def test_what_was_seen_is_folded_once_in_16_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, folded = Engine(monkeypatch, of_gpu), []
+    monkeypatch.setattr(RunningAcceptance, "fold", lambda self: folded.append(self))
+    engine.run(320, [0.5] * K)
+    assert len(folded) == 2 * 320 // 16, "of greedy requests and of sampled ones"
+
+
+def test_each_result_is_counted_with_its_kind_and_its_drafts() -> None:
+    def request(heat: float) -> Any:
+        return SimpleNamespace(sampling_params=SamplingParams(temperature=heat))
+
+    def seen(heats: list[float], asked: list[int], accepted: list[int]) -> dict[bool, Any]:
+        requests = [request(heat) for heat in heats]
+        both = AcceptanceByKind(4, None)
+        both.add(Outcomes(requests, asked, accepted), batch_of(*requests))
+        return {kind: dict(one._seen) for kind, one in both.kinds.items()}
+
+    assert seen([0, 0, 0], [2, 2, 2], [1, 2, 1]) == {True: {(2, 1): 2, (2, 2): 1}, False: {}}
+    assert seen([1, 1], [2, 2], [0, 2]) == {True: {}, False: {(2, 0): 1, (2, 2): 1}}
+    assert seen([0, 1, 0], [3, 3, 3], [1, 0, 1]) == {True: {(3, 1): 2}, False: {(3, 0): 1}}
+    assert seen([0, 0], [3, 1], [1, 1]) == {True: {(3, 1): 1, (1, 1): 1}, False: {}}
+    assert seen([1, 0], [0, 2], [0, 2]) == {True: {(2, 2): 1}, False: {}}, "asked for none"
 
 
 def test_a_length_whose_graph_found_no_memory_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -634,6 +711,12 @@ def test_times_in_between_are_derived() -> None:
     for k, seconds in ((0, 1.0), (2, 1.4), (4, 2.0)):
         costs.add(GREEDY, k, seconds)
     assert costs.of(GREEDY, [0, 1, 3, 6]) == pytest.approx({0: 1.0, 1: 1.2, 3: 1.7, 6: 2.6})
+    steep, one = StepCosts(), StepCosts()
+    steep.add(GREEDY, 2, 1.4)
+    steep.add(GREEDY, 4, 3.0)
+    assert steep.of(GREEDY, [0, 1]) == pytest.approx({0: 0.7, 1: 0.7}), "half of what is known"
+    one.add(GREEDY, 2, 2.2)
+    assert one.of(GREEDY, [0, 2, 4]) == pytest.approx({0: 2.0, 2: 2.2, 4: 2.4})
 
 
 def test_an_unmeasured_size_is_scaled_from_the_nearest() -> None:
@@ -642,6 +725,20 @@ def test_an_unmeasured_size_is_scaled_from_the_nearest() -> None:
         costs.add(GREEDY, k, seconds)
     costs.add(larger, 0, 3.0)
     assert costs.of(larger, [0, 2]) == pytest.approx({0: 3.0, 2: 4.2})
+    costs.add(StepShape(9, all_greedy=True), 0, 9.0)  # nearer, but says nothing of drafts
+    costs.set(larger, 4, StepSeconds(8.0))  # 1.8 there: by the known length that is nearer
+    expected = {1: 3.0 * 1.2, 3: 8.0 * 1.6 / 1.8}
+    assert costs.of(larger, [1, 3]) == pytest.approx(expected)
+
+
+def test_the_nearest_size_is_not_the_smallest() -> None:
+    costs = StepCosts()
+    for size, seconds in ((1, 1.4), (12, 1.1), (64, 9.0)):
+        costs.set(StepShape(size, all_greedy=True), 0, StepSeconds(1.0))
+        costs.set(StepShape(size, all_greedy=True), 2, StepSeconds(seconds))
+    asked = StepShape(8, all_greedy=True)
+    costs.set(asked, 0, StepSeconds(3.0))
+    assert costs.of(asked, [2]) == pytest.approx({2: 3.3})
 
 
 def test_times_are_medians_then_follow() -> None:
@@ -667,6 +764,7 @@ def test_times_are_medians_then_follow() -> None:
         "[[1, true, false, 0, 1.0, -1e-6]]",
         "[[1, true, false, 0, 0.0, 0.0]]",
         "[[1, true, false, 0, NaN, 0.0]]",
+        "[[1, true, false, 0, Infinity, 0.0]]",
         "[[1e999, true, false, 0, 1.0, 0.0]]",
     ],
 )
@@ -719,6 +817,7 @@ def test_a_longer_context_adds_the_same_to_every_length(tmp_path: Path) -> None:
 
 def test_noise_makes_no_step_cheaper_behind_more() -> None:
     assert StepSeconds.through((100, 1.1), (800, 1.0)).behind(9000) == pytest.approx(1.05)
+    assert StepSeconds.through((100, 0.01), (800, 1.0)).behind(800) == pytest.approx(1.0)
     for many in range(8, 1024):  # kept ones that are below 0 would make the file a broken one
         assert StepSeconds.through((many // 8, 1e-6), (many, 0.1)).fixed >= 0
 
@@ -735,12 +834,12 @@ def test_the_length_follows_the_context(
     costs = StepCosts()
     for k in range(K + 1):
         times = ((few, 1e-3 * (1 + 0.4 * k + 1e-3 * few)) for few in (128, 1024))
-        costs.set(GREEDY, k, StepSeconds.through(*times))
+        costs.set(StepShape(4, all_greedy=True), k, StepSeconds.through(*times))
     engine = Engine(monkeypatch, seconds, costs)
     engine.context = context
-    engine.run(600, [0.3, 0.9, 0.1, *[0.0] * K])
+    engine.run(600, [0.3, 0.9, 0.1, *[0.0] * K], 4)
     engine.lengths.clear()
-    engine.run(400, [0.3, 0.9, 0.1, *[0.0] * K])
+    engine.run(400, [0.3, 0.9, 0.1, *[0.0] * K], 4)
     assert engine.lengths[best] > 360, engine.lengths
 
 

@@ -474,22 +474,36 @@ def test_a_stop_check_that_raises_fails_its_request_only(
     def check(request: Any) -> bool:
         if request.prompt_token_ids == [1, 2] and len(request.output_token_ids) == 3:
             raise ZeroDivisionError("boom")
-        if request.prompt_token_ids == [5, 6]:
+        if request.prompt_token_ids[0] == 5:
             executor.cancel(request.request_id)
+        if request.prompt_token_ids == [5, 7]:
+            raise ZeroDivisionError("boom")
         return False
 
     executor.stop_check = check
     requests = [
         executor.enqueue(p, SamplingParams(max_tokens=6, ignore_eos=True))
-        for p in ([1, 2], [3, 4], [5, 6])
+        for p in ([1, 2], [3, 4], [5, 6], [5, 7])
     ]
     finished = executor.run_until_done()
-    assert len(finished) == 3
+    assert len(finished) == 4
     assert requests[0].finish_reason == "error" and "boom" in (requests[0].error or "")
     assert requests[1].output_token_ids == oracle.extend([3, 4], 6)
-    assert requests[2].finish_reason == "cancelled" and len(requests[2].output_token_ids) == 1
+    for request in requests[2:]:
+        assert (request.finish_reason, request.error) == ("cancelled", None)
+        assert len(request.output_token_ids) == 1
     executor.kv_cache.check_integrity()
     assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2
+
+
+def test_token_0_after_a_part_of_a_prompt_is_no_end_of_it(
+    target_dir: Path, oracle: Oracle
+) -> None:
+    config = NGramDecodingConfig(max_draft_len=2)
+    llm = cpu_engine(target_dir, config, chunk=6, max_batch_size=2)
+    prompt = [3, *[0] * 20, 4]
+    output = llm.generate(prompt, SamplingParams(max_tokens=5, ignore_eos=True))
+    assert output.outputs[0].token_ids == oracle.extend(prompt, 5)
 
 
 def test_an_interrupt_while_reading_loses_nothing(target_dir: Path, oracle: Oracle) -> None:
@@ -925,6 +939,23 @@ def test_prompts_wait_no_longer_than_they_would_delay_others(
             assert outputs[i].outputs[0].token_ids == oracle.extend(prompts[i], lens[i])
     assert cost["auto"] < 0.9 * cost[1]
     assert cost["auto"] <= 1.05 * min(cost.values())
+
+
+def test_generations_fill_a_pass_where_no_prompt_waits(target_dir: Path) -> None:
+    """Two with K = 3 are 8 rows, all that a pass may have."""
+    llm = LLM(
+        target_dir, NGramDecodingConfig(max_draft_len=3), device="cpu", dtype="float32",
+        max_batch_size=2, max_seq_len=64, max_num_tokens=8, enable_chunked_prefill=True,
+    )  # fmt: skip
+    executor, params = llm.executor, SamplingParams(max_tokens=20, ignore_eos=True)
+    requests = [executor.enqueue([3 + i, 7], params) for i in range(2)]
+    while not all(request.is_generation for request in requests):
+        executor.step()
+    for _ in range(4):
+        before = [request.past_upper for request in requests]
+        executor.step()
+        assert all(r.past_upper > b for r, b in zip(requests, before, strict=True))
+    executor.run_until_done()
 
 
 def test_prompts_begin_at_once_where_slots_are_for_all(target_dir: Path) -> None:

@@ -87,6 +87,16 @@ def test_outputs_and_statistics_say_what_was_found(target_dir: Path) -> None:
     assert cleared.hit_rate == 0 and cleared.cached_blocks == stats.cached_blocks
 
 
+def test_a_preempted_prompt_is_counted_once(target_dir: Path) -> None:
+    llm = cpu_engine(target_dir, None, kv_cache_config=cache_config(8 * PAGE))
+    prompts = [[3 + i, *PROMPT[:20]] for i in range(3)]
+    llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+    stats = llm.stats()
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache.queried_tokens == sum(map(len, prompts))
+    assert stats.prefix_cache.hit_tokens == 0, "what it finds of itself later does not count"
+
+
 def test_salts_do_not_share(target_dir: Path) -> None:
     llm = cpu_engine(target_dir, None, kv_cache_config=cache_config())
     outputs = [
@@ -112,6 +122,9 @@ def test_it_can_be_turned_off(target_dir: Path, option: str) -> None:
     llm = cpu_engine(target_dir, None, kv_cache_config=cache_config(**{option: False}))
     hits = [llm.generate(PROMPT, GREEDY).cached_tokens for _ in range(2)]
     assert hits == ([0, 0] if option == "enable_block_reuse" else [0, 32])
+    whole = [*PROMPT, 3, 4, 5]  # of whole blocks, the last of which is computed again
+    assert llm.generate(whole, GREEDY).cached_tokens == hits[1]
+    assert llm.generate(whole, GREEDY).cached_tokens == hits[1]
     with pytest.raises(ConfigError, match=option):
         KvCacheConfig(**{option: "no"})
 
@@ -122,6 +135,8 @@ def test_completions_of_one_prompt_compute_it_once(target_dir: Path) -> None:
     params = SamplingParams(max_tokens=6, n=4, temperature=2.0, seed=1, ignore_eos=True)
     together = llm.generate(PROMPT, params)
     assert [(c.start, c.end) for c in seen] == [(0, 37)] + [(32, 37)] * 3
+    ids = [c.request.request_id for c in seen]
+    assert ids == sorted(ids), "those that wait keep their places"
     assert together.cached_tokens == 0
     alone = cpu_engine(
         target_dir, None, kv_cache_config=cache_config(enable_block_reuse=False)

@@ -349,7 +349,7 @@ def test_rows_are_copied_up_to_where_two_texts_part() -> None:
 
 def test_the_longest_of_several_beginnings_is_copied() -> None:
     donors, ahead = Donors(), 1
-    for last in ([3, 9, 9], [3, 4, 5], [3, 4, 9]):
+    for last in ([3, 4, 8], [3, 9, 9], [3, 4, 5], [3, 4, 9]):
         tokens = [1, 2, *last]
         chain = PrefixChain(PAGE, ahead)
         chain.extend(lambda a, b, tokens=tokens: tokens[a:b], len(tokens))
@@ -360,6 +360,15 @@ def test_the_longest_of_several_beginnings_is_copied() -> None:
     for key in list(donors._start_of):
         donors.drop(key)
     assert not len(donors) and not donors._siblings
+
+
+def test_a_beginning_of_less_than_a_quarter_of_a_block_is_not_copied() -> None:
+    spec = KVGroupSpec(1, 1, 1, torch.float32)
+    cache = KVCacheManager([spec], 40, 16, CPU, PrefixReuse(True, True))
+    for number, first in enumerate((1, 2)):
+        _run(cache, number, [first] * 4 + [9] * 16)
+    for shared, expected in ((3, 0), (4, 4)):
+        assert _run(cache, 10 + shared, [1] * shared + [shared] * 16) == expected
 
 
 def test_a_window_needs_its_own_blocks_alone() -> None:

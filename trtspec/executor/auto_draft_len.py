@@ -128,7 +128,6 @@ class AutoDraftLen(DraftLen):
         # tokens of context.
         self._share_sampled = self._context = 0.0
         self._gives_way = False  # to `runtime`: the choice does not act
-        self._is_held_down = False  # it drafted less than was chosen
         self._outlooks: dict[StepShape, _Outlook] = {}
         self._shapes: dict[tuple[int, bool, bool], StepShape] = {}
         # Counts of steps: now; at the next decision; at the last fold of acceptance, or new shape.
@@ -155,14 +154,12 @@ class AutoDraftLen(DraftLen):
         if not part.generations:
             # Prompts draft as many as any step may verify, so that one graph serves them.
             return most
-        chosen = self._choose(part, most)
-        self._is_held_down = chosen > self.limit
-        return min(chosen, self.limit)
+        return min(self._choose(part, most), self.limit)
 
     def bound(self, waiting: Iterable[Request] = ()) -> int:
         """Returns 0 while drafting rests and the next step decides nothing, else K."""
         decides = self._steps + 1 >= self._until
-        if self.chosen or decides or self._is_held_down or not self.may_rest(waiting):
+        if self.chosen or decides or not self.may_rest(waiting):
             return self.max_draft_len
         return 0
 

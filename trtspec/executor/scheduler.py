@@ -312,7 +312,7 @@ class Scheduler:
         chain = request.prefix
         if chain is None or request.num_tokens < chain.next_at:
             return
-        if request.is_finished or not self.kv_cache.reuse.is_on:
+        if not self.kv_cache.reuse.is_on:
             return
         computed = request.num_computed
         if request.is_generation:
