@@ -496,9 +496,7 @@ def test_a_stop_check_that_raises_fails_its_request_only(
     assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2
 
 
-def test_token_0_after_a_part_of_a_prompt_is_no_end_of_it(
-    target_dir: Path, oracle: Oracle
-) -> None:
+def test_token_0_after_a_part_of_a_prompt_is_no_end_of_it(target_dir: Path, oracle: Oracle) -> None:
     config = NGramDecodingConfig(max_draft_len=2)
     llm = cpu_engine(target_dir, config, chunk=6, max_batch_size=2)
     prompt = [3, *[0] * 20, 4]

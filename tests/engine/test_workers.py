@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from trtspec import NGramDecodingConfig, SamplingParams, SpecMetadata
+from trtspec.acceptance.draw import DraftSampler
 from trtspec.acceptance.forced import (
     FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR,
     forced_lens,
     get_force_num_accepted_tokens,
 )
 from trtspec.errors import ConfigError
-from trtspec.metadata.step import no_sampling
+from trtspec.metadata.step import StepSizes, no_sampling
 from trtspec.workers import NGramWorker, PlainWorker, SpecWorkerBase
 
 VOCAB = 50
@@ -129,10 +131,13 @@ def test_guided_decoder_sees_the_logits_first() -> None:
 
     worker = _worker(1)
     assert worker.set_guided_decoder(OnlyThree()) is True
+    logits = _logits_for([8, 9])
+    before = logits.clone()
     tokens, lens = worker.sample_and_accept_draft_tokens(
-        _logits_for([8, 9]), torch.tensor([[3]]), 0, 1, _spec(1)
+        logits, torch.tensor([[3]]), 0, 1, _spec(1)
     )
     assert tokens.tolist() == [[3, 3]] and lens.tolist() == [2]
+    assert torch.equal(logits, before), "the caller's stay as they are"
 
 
 # -- forced acceptance -------------------------------------------------------------------------
@@ -252,6 +257,25 @@ def test_draft_sampler_maps_offsets() -> None:
     offsets = torch.tensor([10, 20, 30])
     mapped = worker.draft_sampler_greedy(logits[:1], offsets)
     assert mapped.tolist() == [21] and mapped.dtype == torch.int32
+
+
+@pytest.mark.parametrize(("contexts", "generations"), [(0, 3), (5, 2), (4, 0), (1, 1)])
+def test_drafts_are_drawn_with_each_requests_own_parameters(
+    contexts: int, generations: int
+) -> None:
+    """Of a step that verifies two drafts: one row of a context, three of a generation."""
+    owners = [*range(contexts), *(contexts + i // 3 for i in range(3 * generations))]
+    sampling = replace(
+        no_sampling(torch.device("cpu")),
+        seeds=torch.tensor(owners),
+        temperatures=torch.tensor(owners) / 10,
+    )
+    step: Any = SimpleNamespace(
+        sizes=StepSizes(contexts, generations, 2), sampling=sampling, slot_ids=None
+    )
+    sampler = DraftSampler.of(step, None)
+    assert sampler.seeds.tolist() == list(range(contexts + generations))
+    assert torch.equal(sampler.temperatures, sampler.seeds / 10)
 
 
 def test_sampling_rows_one_per_logits_row() -> None:

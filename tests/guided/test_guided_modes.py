@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from guided import LANGUAGES, VOCAB, GuidedOracle, Language, save_tokenizer, token_texts
 from halves import launch_in_halves
 from matrix import MODES, NETWORKS, Drafters, config_of, cpu_engine, make_drafters, spread
@@ -15,6 +16,8 @@ from oracle import Oracle
 from tiny_heads import mtp_model_dir
 
 from trtspec import GuidedDecodingParams, SAEnhancerConfig, SamplingParams
+from trtspec.acceptance.guided import hand_over_drafts, mask_drafts
+from trtspec.metadata.guided import ChosenPoint, DraftPoint, GuidedStep, HandedOver, Point
 
 K, COUNT = 3, 24
 
@@ -34,6 +37,21 @@ def drafters(target: Path) -> Drafters:
 @pytest.fixture(scope="module")
 def oracle(target: Path) -> GuidedOracle:
     return GuidedOracle(target)
+
+
+def test_what_is_masked_and_handed_over_at_each_depth() -> None:
+    """Two drafts of three are masked: the host wants the first. One row may have no token."""
+    masks = torch.tensor([[0b0110], [0]], dtype=torch.int32)
+    host = HandedOver(torch.zeros(2, 4), torch.zeros(2), torch.full((2,), -1), masks)
+    points: list[Point] = []
+    step = GuidedStep(torch.empty(0, 1), masks, host, 2, points.append)
+    logits, never = torch.ones(2, 4), float("-inf")
+    for depth in range(3):
+        masked = mask_drafts(step, logits, None, depth)
+        assert masked.tolist() == [[never, 1, 1, never] if depth < 2 else [1] * 4, [1] * 4]
+        hand_over_drafts(step, torch.tensor([depth, 7]), depth, has_pass=True)
+        assert host.drafts.tolist() == [0, 7]
+    assert points == [DraftPoint(0), ChosenPoint(), DraftPoint(1)]
 
 
 Case = tuple[list[int], Language | None, tuple[int, ...]]

@@ -176,7 +176,7 @@ class Case:
             sizes=SimpleNamespace(num_contexts=1),
             sampling=sampling,
             slot_ids=torch.arange(COUNT + 1),
-            next_prompt_tokens=torch.tensor([2]),
+            next_prompt_tokens=torch.tensor([0]),
             state={},
         )
         nothing = torch.full((1, FEW), float("-inf"))  # of the context, whose token is known

@@ -119,6 +119,21 @@ def test_greedy_requests_beside_sampled_ones() -> None:
     assert lens[0] == 3 and accepted[0].tolist() == [*best[0, :3].tolist(), -1]
 
 
+@pytest.mark.parametrize("target_ids", [None, torch.tensor([0, 2, 3])])
+def test_of_a_draft_that_is_certain_nothing_else_is_likely(target_ids: Tensor | None) -> None:
+    """Of token 0 and token 3. The third is drawn from its logits."""
+    logits = torch.randn(3, 1, V if target_ids is None else len(target_ids))
+    certain = torch.tensor([[0], [3], [-1]])
+    drawn_from = rejection.DraftDistributions(logits, torch.zeros(3, 1), target_ids, certain)
+    temperatures, rows = torch.full((3,), 0.5), torch.zeros(3, dtype=torch.int64)
+    q = drawn_from.probabilities(temperatures, V, rows)
+    expected = torch.eye(V)[[0, 3, 0]]
+    expected[2] = 0
+    ids = torch.arange(V) if target_ids is None else target_ids
+    expected[2, ids] = (logits[2, 0] / 0.5).softmax(-1)
+    torch.testing.assert_close(q, expected)
+
+
 def test_a_nan_flags_its_request_alone() -> None:
     worker = make_worker("rejection", None)
     logits = torch.zeros(2 * (K + 1), V)
