@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from xml.etree import ElementTree
 
@@ -46,6 +47,7 @@ from trtspec.report import (
     bucket_of,
     measure_acceptance,
     measure_step_ms,
+    step_times,
 )
 from trtspec.report.contexts import pad_prompt, padding_texts
 from trtspec.report.html import interval_text, render_html
@@ -551,24 +553,31 @@ def test_advice_refuses(arguments: tuple[Any, ...], expected: str) -> None:
         advise(*arguments)
 
 
-def test_step_times(folder: Path, constant: Path) -> None:
+def test_step_times(folder: Path, constant: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only steps move: half a millisecond of the plain engine, else one, and one
+    more for each draft."""
     llm = build(constant, eagle(eagle3_dir(folder, draft_vocab=None)), max_seq_len=400)
     plain = LLM(constant, device="cpu", dtype="float32", max_batch_size=3, max_seq_len=400)
     seen: list[tuple[int, int]] = []
-    step = llm.executor.step
+    now = [0.0]
+    monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for executor in (plain.executor, llm.executor):
 
-    def spy() -> Any:
-        seen.append((llm.executor.runtime_draft_len, len(llm.executor.scheduler.running)))
-        return step()
+        def spy(executor: Any = executor, step: Any = executor.step) -> Any:
+            seen.append((executor.runtime_draft_len, len(executor.scheduler.running)))
+            is_plain = executor is plain.executor
+            now[0] += 0.0005 if is_plain else 0.001 * (1 + executor.runtime_draft_len)
+            return step()
 
-    llm.executor.step = spy  # type: ignore[method-assign]
+        executor.step = spy  # type: ignore[method-assign]
     times = measure_step_ms(
         plain, llm, range(K + 1), [[5, 6, 7], [8, 9]], batch_size=3, steps=4, repeat=2
     )
-    assert list(times) == [0, 1, 2, 3] and all(ms > 0 for ms in times.values())
+    assert times == pytest.approx({0: 0.5, 1: 2.0, 2: 3.0, 3: 4.0})
     for k in (1, 2, 3):
         assert seen.count((k, 3)) >= 4 * 3  # a turn to warm up, and two
     assert llm.executor.runtime_draft_len == K and not llm.executor.has_work
+    assert step_times.step_seconds_without_drafts(llm) == pytest.approx(0.001)
     for draft_lens, batch_size, steps, word in (
         ([4], 1, 4, "0 … 3"), ([1], 4, 4, "do not fit"), ([1], 1, 400, "do not fit"),
         ([], 1, 4, "at least 1"), ([1], 0, 4, "at least 1"),
