@@ -322,6 +322,21 @@ def test_a_key_is_of_all_that_its_block_depends_on() -> None:
     assert len({root_key(None), root_key(""), root_key("a")}) == 3
 
 
+def test_a_key_is_of_each_embedding_that_its_block_reads() -> None:
+    def keys(changed: int | None) -> list[bytes]:
+        """Of two blocks of image, where one position's embedding may be another one."""
+        content = bytes(i == changed for i in range(2 * PAGE + 1))
+        chain = PrefixChain(PAGE, 1, content=lambda start, end: content[start:end])
+        chain.extend(lambda start, end: [3] * (end - start), 2 * PAGE + 1)
+        return chain.keys
+
+    as_it_was = keys(None)
+    for position in range(2 * PAGE + 1):
+        first, second = (a == b for a, b in zip(keys(position), as_it_was, strict=True))
+        assert first == (position > PAGE)  # a block's key reads one position ahead
+        assert not second
+
+
 def test_chains_grow_as_tokens_become_known() -> None:
     tokens = [(7 * i) % 11 for i in range(31)]
     for ahead in (0, 1, 3):
