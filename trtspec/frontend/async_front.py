@@ -176,11 +176,7 @@ class AsyncFront(ABC):
             QueueFullError: too many requests wait.
             EngineError: the engine failed or is shut down.
         """
-
-        async def tokens() -> Tokens:
-            return await self.tokenize(prompt)
-
-        return self.open(tokens, sampling_params, cache_salt, keep_sources)
+        return self.open(lambda: self.tokenize(prompt), sampling_params, cache_salt, keep_sources)
 
     def chat(
         self,
@@ -198,11 +194,12 @@ class AsyncFront(ABC):
             tools: functions that the model may call, in OpenAI's form.
             template_variables: what else the chat template reads, as `enable_thinking`.
         """
-
-        async def tokens() -> Tokens:
-            return await self.tokenize_chat(messages, tools, template_variables)
-
-        return self.open(tokens, sampling_params, cache_salt, keep_sources)
+        return self.open(
+            lambda: self.tokenize_chat(messages, tools, template_variables),
+            sampling_params,
+            cache_salt,
+            keep_sources,
+        )
 
     def open(
         self,
@@ -215,24 +212,7 @@ class AsyncFront(ABC):
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params={shown(params)}: give SamplingParams, or None.")
-
-        async def prepare() -> tuple[str | None, Asked]:
-            text, ids = await tokens()
-            known = params
-            if params.bad_words or params.stop_strings:
-                known = await self.in_thread(lambda: self.inputs.with_token_ids(params))
-            asked = Asked(
-                ids,
-                list(known.each()),
-                cache_salt,
-                keep_sources,
-                is_whole=False,
-                keep_counts=False,
-                arrived=0.0,
-            )
-            return text, asked
-
-        return OutputStream(self, prepare, params.n)
+        return OutputStream(self, tokens, params, cache_salt, keep_sources)
 
     async def abort(self, request_id: int) -> bool:
         """Cancels a request (finish_reason "cancelled"); False if there is none.
@@ -402,10 +382,13 @@ class OutputStream(AsyncIterator[RequestOutput]):
     def __init__(
         self,
         llm: AsyncFront,
-        prepare: Callable[[], Awaitable[tuple[str | None, Asked]]],
-        n: int,
+        tokens: Callable[[], Awaitable[Tokens]],
+        params: SamplingParams,
+        cache_salt: str | None,
+        keep_sources: bool,
     ):
-        self._llm, self._prepare, self._n = llm, prepare, n
+        self._llm, self._tokens, self._params = llm, tokens, params
+        self._cache_salt, self._keep_sources = cache_salt, keep_sources
         self._feeds: list[Feed] = []
         self._readers: list[OutputReader] = []
         self._is_started = False
@@ -436,32 +419,33 @@ class OutputStream(AsyncIterator[RequestOutput]):
             raise RequestError("The stream has no request yet: await start() first.")
         return self._feeds[0].request.request_id
 
-    @property
-    def num_completions(self) -> int:
-        return self._n
-
-    def check_count(self, count: int) -> None:
-        """Raises RequestError for more completions, of several streams, than may wait at once."""
-        self._llm.check_count(count)
-
     async def start(self) -> None:
         """Checks and queues the request, which the first `anext()` does otherwise."""
         if self._is_started:
             return
         self._is_started = True
-        arrived = self.arrived or time.perf_counter()
-        self._llm.reserve(self._n)
+        arrived, params = self.arrived or time.perf_counter(), self._params
+        self._llm.reserve(params.n)
         try:
-            text, asked = await self._prepare()
-            asked = asked._replace(
-                arrived=arrived, is_whole=self.is_whole, keep_counts=self.keep_counts
+            text, ids = await self._tokens()
+            if params.bad_words or params.stop_strings:
+                inputs = self._llm.inputs
+                params = await self._llm.in_thread(lambda: inputs.with_token_ids(self._params))
+            asked = Asked(
+                ids,
+                list(params.each()),
+                self._cache_salt,
+                self._keep_sources,
+                is_whole=self.is_whole,
+                keep_counts=self.keep_counts,
+                arrived=arrived,
             )
             self._feeds = await self._llm.open_requests(asked, self.bell)
             self._readers = [
                 OutputReader(feed.request, text, self.tokenizer) for feed in self._feeds
             ]
         except BaseException:
-            self._llm.release(self._n)
+            self._llm.release(params.n)
             raise
         self._llm.follow(self._feeds)
 

@@ -202,8 +202,6 @@ async def start(streams: Sequence[OutputStream], config: ServerConfig, prompt_fi
         ApiError: with the reason.
     """
     try:
-        if streams:
-            streams[0].check_count(sum(stream.num_completions for stream in streams))
         for stream in streams:
             await stream.start()
         _check_size(streams, config)

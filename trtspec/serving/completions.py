@@ -83,6 +83,7 @@ class CompletionEndpoint:
             if request.stream:  # one task reads them all
                 stream.bell = streams[0].bell
         try:
+            self.llm.check_count(len(streams) * request.n)
             await start(streams, self.config, "prompt")
             echoes = [await self._echo(request, prompt) for prompt in prompts]
         except (RequestError, EngineError) as error:
