@@ -23,7 +23,7 @@ from trtspec.serving import chat
 from trtspec.serving.completions import _Choice
 from trtspec.serving.reasoning import ReasoningMarkers
 from trtspec.serving.token_names import TokenNames
-from trtspec.serving.tool_calls import Content, ToolCallDelta
+from trtspec.serving.tool_calls import HERMES, Content, ToolCallDelta
 
 MESSAGES: Any = [{"role": "user", "content": "abc 12"}]
 EXTRA = {"ignore_eos": True}
@@ -410,9 +410,7 @@ def test_a_wrong_grammar_is_status_400(client: openai.OpenAI) -> None:
 class Shouts:
     """Reads `;name;arguments;` as a tool call."""
 
-    markers = ()
-
-    def __init__(self) -> None:
+    def __init__(self, form: Any, tools: Any) -> None:
         self.text = ""
 
     def feed(self, text: str) -> list[Any]:
@@ -434,7 +432,8 @@ def test_tools(client: openai.OpenAI, reference: LLM, monkeypatch: pytest.Monkey
     assert quiet.choices[0].message.content == want.text
     with pytest.raises(openai.BadRequestError, match="no form of tool calls"):
         ask(client, tools=tools)
-    monkeypatch.setattr(chat, "parser_for", lambda template, tools: Shouts())
+    monkeypatch.setattr(chat, "format_of", lambda template: HERMES)
+    monkeypatch.setattr(chat, "ToolCallParser", Shouts)
     answer = ask(client, tools=tools).choices[0]
     (call,) = answer.message.tool_calls
     assert (call.type, call.function.name, call.function.arguments) == (

@@ -29,7 +29,6 @@ from trtspec.serving.tool_calls import (
     ToolCallDelta,
     ToolCallParser,
     format_of,
-    parser_for,
 )
 from trtspec.serving.tool_formats import deepseek_marker
 
@@ -316,8 +315,6 @@ def test_half_a_surrogate_pair_can_be_sent() -> None:
 )
 def test_the_template_says_which_format_it_is(template: str, form: Format | None) -> None:
     assert format_of(template) is form
-    parser = parser_for(template)
-    assert (None if parser is None else parser.format) is form
 
 
 def test_markers_that_are_special_tokens_stay_in_the_text() -> None:

@@ -6,10 +6,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 import trtspec
@@ -21,8 +22,9 @@ from .answers import Json
 from .chat import ChatEndpoint, conversation_of, tools_of
 from .completions import CompletionEndpoint
 from .config import ServerConfig
+from .endpoint import Answer
 from .errors import ApiError, of_library, refused
-from .limits import ClientDisconnect, Gate, read_body
+from .limits import Gate, read_body
 from .observe import Observation, add_observability, mount
 from .protocol import (
     ChatRequest,
@@ -32,16 +34,10 @@ from .protocol import (
     TokenizeRequest,
     parse,
 )
-from .streams import ClientGone, EventSource, EventStream, while_connected
+from .streams import ClientGone, EventStream, while_connected
 
 logger = logging.getLogger(__name__)
 G = TypeVar("G", bound=GenerationRequest)
-
-
-class Answer(EventSource, Protocol):
-    async def whole(self) -> Json: ...
-
-    async def wait(self) -> None: ...
 
 
 def build_app(

@@ -5,40 +5,31 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from ..errors import EngineError, RequestError
 from ..frontend.async_front import AsyncFront, OutputStream, Tokens
-from ..frontend.engine_thread import Bell
 from ..frontend.inputs import check_variables
 from ..frontend.outputs import Piece
 from .answers import (
-    Header,
     Json,
     TokenTexts,
     chat_logprobs,
-    dumped,
     event_of,
-    metrics_of,
-    new_pieces,
-    next_pieces,
     prompt_logprobs_of,
-    start,
     text_of,
-    usage_of,
 )
 from .config import ServerConfig
-from .errors import ApiError, of_library, refused
+from .endpoint import Answer, Endpoint
+from .errors import of_library, refused
 from .forced_calls import tag_of_calls
 from .markers import keep_markers
 from .protocol import ChatRequest, Message, NamedTool, Tool
 from .reasoning import ReasoningMarkers, ReasoningSplitter, split_for, starts_inside
 from .sampling import make_params
-from .streams import DONE
-from .token_names import TokenNames
-from .tool_calls import Content, ToolCallDelta, ToolCallParser, parser_for
+from .tool_calls import Content, Format, ToolCallDelta, ToolCallParser, format_of
 
 
 def conversation_of(messages: list[Message]) -> list[dict[str, Any]]:
@@ -70,17 +61,14 @@ def tools_of(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     return None if tools is None else [tool.model_dump(exclude_none=True) for tool in tools]
 
 
-class ChatEndpoint:
-    """Answers conversations.
+class ChatEndpoint(Endpoint):
+    """Answers conversations."""
 
-    Args:
-        model_name: in answers.
-    """
+    PROMPT_FIELD = "messages"
 
     def __init__(self, llm: AsyncFront, config: ServerConfig, model_name: str):
-        self.llm, self.config, self.model_name = llm, config, model_name
+        super().__init__(llm, config, model_name)
         self.tokenizer = llm.tokenizer
-        self.names = TokenNames(self.tokenizer)
         self.reasoning: ReasoningMarkers | None = None
         template = getattr(self.tokenizer, "chat_template", None)
         if isinstance(template, dict):  # by name: with tools transformers takes the one for them
@@ -97,7 +85,7 @@ class ChatEndpoint:
         """
         if request.top_logprobs is not None and not request.logprobs:
             raise refused("top_logprobs", "'top_logprobs' needs logprobs=true.")
-        parser = self._parser(request)
+        form = self._format(request)
         tools = tools_of(request.tools)
         messages = conversation_of(request.messages)
         variables = request.chat_template_kwargs or {}
@@ -113,28 +101,19 @@ class ChatEndpoint:
             raise raised from None
         markers = self.reasoning
         is_inside = markers is not None and starts_inside(tokens.text or "", markers)
-        max_tokens = request.max_completion_tokens
-        if None not in (max_tokens, request.max_tokens) and max_tokens != request.max_tokens:
-            raise refused(
-                "max_tokens",
-                f"'max_tokens' is {request.max_tokens} and 'max_completion_tokens' {max_tokens}, "
-                "which is its newer name: send one of them.",
-            )
-        if max_tokens is not None and max_tokens < 1:
-            raise refused(
-                "max_completion_tokens",
-                f"'max_completion_tokens' is {max_tokens}: it must be >= 1.",
-            )
+        max_tokens, tag = _max_tokens(request), None
+        if form is not None and request.forces_calls:
+            tag = tag_of_calls(form, self.template, request)
         params = make_params(
             request,
             self.config,
-            max_tokens=request.max_tokens if max_tokens is None else max_tokens,
+            max_tokens=max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             prompt_logprobs=request.prompt_logprobs,
             reasoning_end=markers.end if markers is not None and is_inside else None,
-            tag=None if parser is None else self._forced(request, parser),
+            tag=tag,
         )
-        marked: list[str] = [] if parser is None else list(parser.markers)
+        marked: list[str] = [] if form is None else list(form.markers)
         if markers is not None:
             marked += markers
 
@@ -147,44 +126,53 @@ class ChatEndpoint:
         stream.is_whole = not request.stream and request.parallel_tool_calls
         stream.keep_counts = not request.parallel_tool_calls
         stream.tokenizer = keep_markers(self.tokenizer, marked) if marked else self.tokenizer
-        await start([stream], self.config, "messages")
-        make = partial(self._choice, request, is_inside)
-        return ChatAnswer(self, request, stream, [make() for _ in range(request.n)])
+        await self.start([stream])
+        choices = [
+            Choice(
+                None if markers is None else ReasoningSplitter(markers, is_inside),
+                None if form is None else ToolCallParser(form, tools or ()),
+                TokenTexts(self.tokenizer) if request.include_token_sources else None,
+                is_named=isinstance(request.tool_choice, NamedTool),
+                ends_at_call=not (request.parallel_tool_calls or request.forces_calls),
+            )
+            for _ in range(request.n)
+        ]
+        return ChatAnswer(self, request, stream, choices)
 
-    def _parser(self, request: ChatRequest) -> ToolCallParser | None:
-        """Returns a parser of tool calls, where they are asked for."""
+    def _format(self, request: ChatRequest) -> Format | None:
+        """Returns how tool calls are written, where they are asked for."""
         if not request.tools:
             if request.tool_choice not in (None, "none"):
                 raise refused("tool_choice", "'tool_choice' needs 'tools'.")
             return None
         if request.tool_choice == "none":
             return None
-        parser = parser_for(self.template, tools_of(request.tools) or ())
-        if parser is None:
+        found = format_of(self.template)
+        if found is None:
             raise refused(
                 "tools",
                 "The model's chat template defines no form of tool calls that is known here. "
                 "tool_choice='none' gives the tools to the template and parses nothing.",
             )
-        return parser
+        return found
 
-    def _forced(self, request: ChatRequest, parser: ToolCallParser) -> Json | None:
-        if not request.forces_calls:
-            return None
-        return tag_of_calls(parser.format, self.template, request)
 
-    def _choice(self, request: ChatRequest, is_inside: bool) -> Choice:
-        splitter = None
-        if self.reasoning is not None:
-            splitter = ReasoningSplitter(self.reasoning, is_inside)
-        texts = TokenTexts(self.tokenizer) if request.include_token_sources else None
-        return Choice(
-            splitter,
-            self._parser(request),
-            texts,
-            is_named=isinstance(request.tool_choice, NamedTool),
-            ends_at_call=not (request.parallel_tool_calls or request.forces_calls),
+def _max_tokens(request: ChatRequest) -> int | None:
+    """Returns the most tokens of an answer, whichever of its two names is used."""
+    old, new = request.max_tokens, request.max_completion_tokens
+    if new is None:
+        return old
+    if old not in (None, new):
+        raise refused(
+            "max_tokens",
+            f"'max_tokens' is {old} and 'max_completion_tokens' {new}, which is its newer name: "
+            "send one of them.",
         )
+    if new < 1:
+        raise refused(
+            "max_completion_tokens", f"'max_completion_tokens' is {new}: it must be >= 1."
+        )
+    return new
 
 
 @dataclass
@@ -283,30 +271,27 @@ class Choice:
         return piece.finish_reason
 
 
-class ChatAnswer:
-    """One answer, whole or streamed."""
+class ChatAnswer(Answer):
+    ID_PREFIX, KIND, CHUNK_KIND = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, endpoint: ChatEndpoint, request: ChatRequest, stream: OutputStream, choices: Any
+        self,
+        endpoint: ChatEndpoint,
+        request: ChatRequest,
+        stream: OutputStream,
+        choices: Sequence[Choice],
     ):
-        self._llm, self._names, self._request = endpoint.llm, endpoint.names, request
-        self._stream, self._choices = stream, choices
-        self._header = Header("chat.completion", endpoint.model_name, "chatcmpl")
-        self._first: list[tuple[int, Piece]] = []
-        self._num_open, self.is_done = len(choices), False
-        options = request.stream_options
-        self._has_usage = options is not None and options.include_usage
-        self._has_usage_always = options is not None and options.continuous_usage_stats
+        super().__init__(endpoint, request, [stream], choices)
+        self._request, self._stream = request, stream
+        self._choices: Sequence[Choice] = choices
         self._is_plain = not (request.logprobs or self._has_usage_always)
-        self._head = f"data: {dumped(self._header.fields(is_chunk=True))[:-1]}"
 
     async def whole(self) -> Json:
-        """Returns the answer when it is complete."""
         deltas = [Delta() for _ in self._choices]
         reasons: list[str | None] = [None] * len(deltas)
         logprobs: list[list[Json]] = [[] for _ in deltas]
         tokens: list[list[Json]] = [[] for _ in deltas]
-        while pieces := await next_pieces(self._stream, self._request):
+        while pieces := await self._next(self._stream):
             for index, piece in pieces:
                 choice, all_of_it = self._choices[index], deltas[index]
                 delta = self._take(index, piece)
@@ -336,7 +321,7 @@ class ChatAnswer:
                 }
                 | ({"trtspec": {"tokens": tokens[index]}} if tokens[index] else {})
             )
-        answer: Json = self._header.fields() | {"choices": choices} | self._totals()
+        answer: Json = self._header | {"choices": choices} | self._totals()
         if (count := self._request.prompt_logprobs) is not None:
             prompt = self._stream.requests[0]
             answer["prompt_logprobs"] = await asyncio.to_thread(
@@ -351,50 +336,16 @@ class ChatAnswer:
             self._stream.end(index)
         return delta
 
-    def _totals(self) -> Json:
-        return {"usage": self._usage(), "metrics": metrics_of(self._llm, self._stream.requests)}
-
-    def _usage(self) -> Json:
-        return usage_of([self._stream.requests], [c.num_tokens for c in self._choices])
-
     def _logprobs(self, piece: Piece) -> list[Json]:
         return chat_logprobs(self._names, piece, self._request.top_logprobs or 0)
 
-    async def wait(self) -> None:
-        """Waits for the first tokens, so that an error before them has a status of its own."""
-        self._first = await next_pieces(self._stream, self._request)
-
     # -- streamed --------------------------------------------------------------------------------
-    @property
-    def bell(self) -> Bell:
-        return self._stream.bell
-
-    def close(self) -> None:
-        self._stream.cancel()
-
-    def take(self) -> bytes:
-        """Returns the server-sent events that are due. `wait` comes first."""
-        events = []
-        try:
-            pieces, self._first = self._first, []
-            if pieces:
-                usage = {"usage": self._usage()} if self._has_usage_always else None
-                beginning = {"role": "assistant", "content": ""}
-                events += [self._chunk(i, beginning, more=usage) for i in range(len(self._choices))]
-            for index, piece in pieces or new_pieces(self._stream, self._request):
-                events.append(self._event(index, piece))
-            if self._num_open:
-                return b"".join(events)
-            if self._has_usage:
-                fields = self._header.fields(is_chunk=True)
-                events.append(event_of(fields | {"choices": []} | self._totals()))
-        except ApiError as error:
-            events.append(event_of(error.body()))
-        self.is_done = True
-        return b"".join([*events, DONE])
+    def _beginning(self) -> list[bytes]:
+        usage = {"usage": self._usage()} if self._has_usage_always else {}
+        delta = {"role": "assistant", "content": ""}
+        return [self._chunk(i, delta, None, None, usage) for i in range(len(self._choices))]
 
     def _event(self, index: int, piece: Piece) -> bytes:
-        """Returns the event of a piece, b"" if there is nothing to say."""
         choice, request = self._choices[index], self._request
         if choice.is_plain and self._is_plain and piece.finish_reason is None:
             choice.num_tokens += len(piece.token_ids)
@@ -411,10 +362,7 @@ class ChatAnswer:
             more["trtspec"] = {"tokens": choice.texts.of(piece)}
         reason = choice.reason(piece)
         self._num_open -= reason is not None
-        if self._has_usage_always:
-            more["usage"] = self._usage()
-        if self._num_open == 0 and not self._has_usage:
-            more["metrics"] = metrics_of(self._llm, self._stream.requests)
+        self._add_figures(more)
         logprobs = self._logprobs(piece) if request.logprobs else None
         return self._chunk(index, delta.fields(), reason, logprobs, more)
 
@@ -429,9 +377,9 @@ class ChatAnswer:
         self,
         index: int,
         delta: Json,
-        reason: str | None = None,
-        logprobs: list[Json] | None = None,
-        more: Json | None = None,
+        reason: str | None,
+        logprobs: list[Json] | None,
+        more: Json,
     ) -> bytes:
         choice = {
             "index": index,
@@ -439,4 +387,4 @@ class ChatAnswer:
             "logprobs": None if logprobs is None else {"content": logprobs},
             "finish_reason": reason,
         }
-        return event_of(self._header.fields(is_chunk=True) | {"choices": [choice]} | (more or {}))
+        return event_of(self._chunk_header | {"choices": [choice]} | more)

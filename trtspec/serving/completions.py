@@ -9,31 +9,22 @@ from typing import Any, NamedTuple
 from ..api.outputs import Logprob
 from ..errors import EngineError, RequestError
 from ..executor.request import Request
-from ..frontend.async_front import AsyncFront, OutputStream
-from ..frontend.engine_thread import Bell
+from ..frontend.async_front import OutputStream
 from ..frontend.outputs import NOTHING_NEW, Piece
 from .answers import (
-    Header,
     Json,
     TokenTexts,
-    dumped,
     event_of,
     finite,
     logprobs_by_text,
-    metrics_of,
-    new_pieces,
-    next_pieces,
     prompt_entries,
     prompt_logprobs_of,
-    start,
     text_of,
-    usage_of,
 )
-from .config import ServerConfig
+from .endpoint import Answer, Endpoint
 from .errors import ApiError, of_library, refused
 from .protocol import CompletionRequest
 from .sampling import make_params
-from .streams import DONE
 from .token_names import TokenNames
 
 Prompt = str | list[int]
@@ -47,16 +38,10 @@ class Echo(NamedTuple):
     """Characters before each token, where they are asked for and the tokenizer knows them."""
 
 
-class CompletionEndpoint:
-    """Completes prompts.
+class CompletionEndpoint(Endpoint):
+    """Completes prompts."""
 
-    Args:
-        model_name: in answers.
-    """
-
-    def __init__(self, llm: AsyncFront, config: ServerConfig, model_name: str):
-        self.llm, self.config, self.model_name = llm, config, model_name
-        self.names = TokenNames(llm.tokenizer)
+    PROMPT_FIELD = "prompt"
 
     async def open(self, request: CompletionRequest, arrived: float) -> CompletionAnswer:
         """Queues the prompts. Raises ApiError if one is refused.
@@ -84,7 +69,7 @@ class CompletionEndpoint:
                 stream.bell = streams[0].bell
         try:
             self.llm.check_count(len(streams) * request.n)
-            await start(streams, self.config, "prompt")
+            await self.start(streams)
             echoes = [await self._echo(request, prompt) for prompt in prompts]
         except (RequestError, EngineError) as error:
             raise of_library(error, "prompt") from None
@@ -169,8 +154,9 @@ class _Choice:
         return entries
 
 
-class CompletionAnswer:
-    """One answer, whole or streamed. Choice i of prompt p has the index p * n + i."""
+class CompletionAnswer(Answer):
+    ID_PREFIX = "cmpl"
+    KIND = CHUNK_KIND = "text_completion"
 
     def __init__(
         self,
@@ -179,37 +165,30 @@ class CompletionAnswer:
         streams: Sequence[OutputStream],
         echoes: Sequence[Echo],
     ):
-        self._llm, self._names, self._request = endpoint.llm, endpoint.names, request
-        self._streams, self._echoes, self._n = streams, echoes, request.n
-        self._num_top = request.logprobs or 0
         tokenizer, has_texts = endpoint.llm.tokenizer, request.include_token_sources
-        self._choices = [
+        choices = [
             _Choice(tokenizer, has_texts, len(echo.text))
             for echo in echoes
             for _ in range(request.n)
         ]
+        super().__init__(endpoint, request, streams, choices)
+        self._request, self._echoes = request, echoes
+        self._choices: Sequence[_Choice] = choices
+        self._num_top = request.logprobs or 0
         self._drops_output = request.max_tokens == 0
-        self._header = Header("text_completion", endpoint.model_name, "cmpl")
-        self._first: list[tuple[int, int, Piece]] = []
-        self._num_open, self.is_done = len(self._choices), False
-        options = request.stream_options
-        self._has_usage = options is not None and options.include_usage
-        self._has_usage_always = options is not None and options.continuous_usage_stats
-        self._head = f"data: {dumped(self._header.fields())[:-1]}"
 
     async def whole(self) -> Json:
-        """Returns the answer when it is complete."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self._all_of(number)) for number in range(len(self._streams))
                 ]
-        except* ApiError as errors:
+        except* (ApiError, EngineError) as errors:
             raise errors.exceptions[0] from None
         finally:
-            self._cancel()
+            self.close()
         choices = [choice for task in tasks for choice in task.result()]
-        return self._header.fields() | {"choices": choices} | self._totals()
+        return self._header | {"choices": choices} | self._totals()
 
     async def _all_of(self, number: int) -> list[Json]:
         """Returns the choices of one prompt."""
@@ -218,7 +197,7 @@ class CompletionAnswer:
             {"index": first + i, "text": self._echoes[number].text, "logprobs": None}
             for i in range(self._n)
         ]
-        while pieces := await next_pieces(self._streams[number], self._request):
+        while pieces := await self._next(self._streams[number]):
             for index, piece in pieces:
                 entry, choice = choices[index], self._choices[first + index]
                 piece = self._kept(piece)
@@ -265,68 +244,12 @@ class CompletionAnswer:
         reason = piece.finish_reason and "length"
         return NOTHING_NEW._replace(finish_reason=reason)
 
-    def _requests(self) -> list[Any]:
-        return [request for stream in self._streams for request in stream.requests]
-
-    def _totals(self) -> Json:
-        return {"usage": self._usage(), "metrics": metrics_of(self._llm, self._requests())}
-
-    def _usage(self) -> Json:
-        counts = [choice.num_tokens for choice in self._choices]
-        return usage_of([stream.requests for stream in self._streams], counts)
-
-    def _cancel(self) -> None:
-        for stream in self._streams:
-            stream.cancel()
-
-    async def wait(self) -> None:
-        """Waits for the first tokens, so that an error before them has a status of its own."""
-        try:
-            while not (first := self._new()):
-                await self.bell.wait()
-            self._first = first
-        except BaseException:
-            self._cancel()
-            raise
-
-    # -- streamed --------------------------------------------------------------------------------
-    @property
-    def bell(self) -> Bell:
-        return self._streams[0].bell  # all have this one
-
-    def close(self) -> None:
-        self._cancel()
-
-    def _new(self) -> list[tuple[int, int, Piece]]:
-        """Returns what is new: the prompt's number, the choice's, the piece."""
-        return [
-            (number, number * self._n + i, self._kept(piece))
-            for number, stream in enumerate(self._streams)
-            for i, piece in new_pieces(stream, self._request)
-        ]
-
-    def take(self) -> bytes:
-        """Returns the server-sent events that are due. `wait` comes first."""
-        events = []
-        try:
-            pieces, self._first = self._first or self._new(), []
-            for number, index, piece in pieces:
-                events.append(self._event(number, index, piece))
-            if self._num_open:
-                return b"".join(events)
-            if self._has_usage:
-                events.append(event_of(self._header.fields() | {"choices": []} | self._totals()))
-        except ApiError as error:
-            events.append(event_of(error.body()))
-        self.is_done = True
-        return b"".join([*events, DONE])
-
-    def _event(self, number: int, index: int, piece: Piece) -> bytes:
-        """Returns the event of a piece, b"" if there is nothing to say."""
+    def _event(self, index: int, piece: Piece) -> bytes:
+        piece = self._kept(piece)
         choice, text, reason = self._choices[index], piece.text, piece.finish_reason
         choice.num_tokens += len(piece.token_ids)
         if not choice.is_begun:
-            choice.is_begun, text = True, self._echoes[number].text + text
+            choice.is_begun, text = True, self._echoes[index // self._n].text + text
         has_logprobs, has_texts = self._request.logprobs is not None, choice.texts is not None
         if not (has_logprobs or has_texts or reason):
             if not text:
@@ -343,8 +266,5 @@ class CompletionAnswer:
         more: Json = {"choices": [entry]}
         if choice.texts is not None:
             more["trtspec"] = {"tokens": choice.texts.of(piece)}
-        if self._has_usage_always:
-            more["usage"] = self._usage()
-        if self._num_open == 0 and not self._has_usage:
-            more["metrics"] = metrics_of(self._llm, self._requests())
-        return event_of(self._header.fields() | more)
+        self._add_figures(more)
+        return event_of(self._chunk_header | more)

@@ -70,7 +70,7 @@ class Format(NamedTuple):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All markers, some of which may be special tokens."""
+        """All markers. The text must have them, also those that are special tokens."""
         return (*self.readers, *self.wrappers, *self.inner)
 
 
@@ -153,22 +153,16 @@ def format_of(chat_template: str) -> Format | None:
     return next((f for signs, f in _SIGNS if all(sign in chat_template for sign in signs)), None)
 
 
-def parser_for(chat_template: str, tools: Sequence[Tool] = ()) -> ToolCallParser | None:
-    """Returns a parser for one answer; None if the template defines no format that is known.
+class ToolCallParser:
+    """Separates one answer's text from its tool calls.
 
     Args:
         tools: those of the request, in OpenAI's form. With them a call of another function is
             text, and arguments that are written as plain text get the types of the schema.
     """
-    found = format_of(chat_template)
-    return None if found is None else ToolCallParser(found, tools)
-
-
-class ToolCallParser:
-    """Separates one answer's text from its tool calls."""
 
     def __init__(self, form: Format, tools: Sequence[Tool] = ()):
-        self.format = form
+        self._format = form
         self._tools = Tools(tools)
         self._starts = (*form.readers, *form.wrappers)  # markers outside blocks
         self._text = ""  # not taken yet; in a block, from its start marker on
@@ -176,11 +170,6 @@ class ToolCallParser:
         self._glue = ""  # blank space and wrappers before the text; dropped beside a call
         self._has_content = self._follows_call = False
         self._num_calls = 0
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """The markers that the text must have, special tokens too (`markers.keep_markers`)."""
-        return self.format.markers
 
     def feed(self, text: str) -> list[Event]:
         """Returns what is sure now of the answer so far."""
@@ -222,13 +211,13 @@ class ToolCallParser:
         """Takes the text before the next block. Returns whether the text begins with a block."""
         while True:
             self._take_glue()
-            starts, bare = self._starts, self.format.bare
+            starts, bare = self._starts, self._format.bare
             if bare and self._may_be_bare() and self._text.startswith(bare):
                 self._reader = LlamaReader(bare, self._tools)
                 return True
             found = first_marker(self._text, starts)
-            if found is not None and found[0] == 0 and found[1] in self.format.readers:
-                self._reader = self.format.readers[found[1]](self._tools)
+            if found is not None and found[0] == 0 and found[1] in self._format.readers:
+                self._reader = self._format.readers[found[1]](self._tools)
                 return True
             end = found[0] if found is not None else len(self._text)
             if found is None and not is_last:
@@ -244,9 +233,9 @@ class ToolCallParser:
         while self._text:
             blank = self._text[: len(self._text) - len(self._text.lstrip())]
             marker = next(
-                (w for w in self.format.wrappers if self._text.startswith(w, len(blank))), ""
+                (w for w in self._format.wrappers if self._text.startswith(w, len(blank))), ""
             )
-            separator = self.format.separator
+            separator = self._format.separator
             is_between = separator and self._follows_call and separator not in self._glue
             if is_between and self._text.startswith(separator, len(blank)):
                 marker = separator
@@ -257,14 +246,14 @@ class ToolCallParser:
 
     def _may_be_bare(self) -> bool:
         if self._follows_call:
-            return self.format.separator in self._glue
+            return self._format.separator in self._glue
         return not self._has_content
 
     def _content(self, text: str) -> list[Event]:
         """Returns text with what stood before it. Beside a call wrappers are dropped."""
         glue, self._glue = self._glue, ""
         if self._follows_call and text:
-            for wrapper in self.format.wrappers:
+            for wrapper in self._format.wrappers:
                 glue = glue.replace(wrapper, "")
         if not glue + text:
             return []
