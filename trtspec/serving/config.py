@@ -51,12 +51,15 @@ class ServerConfig:
         is_host = isinstance(self.host, str) and self.host.strip() != ""  # "" would be all of them
         allowed = "an address of this machine, like '127.0.0.1', or '0.0.0.0' for all of them"
         self._check("host", is_host, allowed)
-        for name, high in (("port", 65535), ("max_body_bytes", 2**30), ("max_n", 128)):
-            self._check(name, is_int(getattr(self, name), 0, high), f"an int in 0 … {high}")
         for name, high in (
-            ("max_prompts", 4096), ("max_stop", 1024), ("max_logprobs", 20),
+            ("port", 65535),
+            ("max_body_bytes", 2**30),
+            ("max_n", 128),
+            ("max_prompts", 4096),
+            ("max_stop", 1024),
+            ("max_logprobs", 20),
             ("max_prompt_logprobs", 2**30),
-        ):  # fmt: skip
+        ):
             self._check(name, is_int(getattr(self, name), 0, high), f"an int in 0 … {high}")
         for name in ("shutdown_timeout", "body_timeout", "header_timeout", "write_timeout"):
             value = getattr(self, name)

@@ -15,7 +15,7 @@ _FIELD = re.compile(r"^(?:SamplingParams|GuidedDecodingParams)\.(\w+)")
 _PROMPT = re.compile(r"^(?:The prompt |Prompt token )")
 _TYPE_NAME = re.compile(r"str|bool|int|float|(?:list|dict|literal)\[.*\]|NamedTool")
 """What pydantic adds to the path of a field that may be of several types."""
-_OURS_TO_API = {"max_tokens": "max_tokens", "stop_strings": "stop"}
+_OURS_TO_API = {"stop_strings": "stop"}
 
 
 class ApiError(Exception):

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from .config import ServerConfig
 from .errors import ApiError
@@ -104,6 +104,3 @@ def _too_large(config: ServerConfig) -> ApiError:
         f"The body is longer than {config.max_body_bytes} bytes: send less, or start the server "
         "with a larger --max-body-bytes.",
     )
-
-
-__all__ = ["ClientDisconnect", "Gate", "read_body"]

@@ -1,40 +1,27 @@
-"""`live_state`: what the page at `/` shows, as JSON."""
+"""The figures that the page at `/` shows, as JSON."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..llm import LLM
 from .exposition import EngineNow
 from .metrics import Second, StepMetrics, accepted_per_position
 
 
-class LiveSource(NamedTuple):
-    """Where the page's figures come from."""
-
-    llm: LLM
-    metrics: StepMetrics
-    model_name: str
-    started: float  # time.time() when counting began: another value is another run of the server
-    plain_step_seconds: Mapping[int, float]  # measured elsewhere, by batch size
-
-
-def live_state(source: LiveSource, since: int = 0) -> dict[str, Any]:
-    """Returns the page's figures.
+def live_state(llm: LLM, metrics: StepMetrics, since: int) -> dict[str, Any]:
+    """Returns what an engine does now, and what was counted.
 
     Args:
         since: seconds of the history before this one (their `at`) are left out.
     """
-    llm, metrics = source.llm, source.metrics
     now = EngineNow.of(llm.executor)
     return {
-        "model": source.model_name,
         "mode": llm.mode.name,
         "max_draft_len": llm.max_draft_len,
         "acceptance": llm.acceptance,
-        "started": source.started,
         "now": int(time.perf_counter()),
         "running": now.num_running,
         "waiting": now.num_waiting,
@@ -50,7 +37,6 @@ def live_state(source: LiveSource, since: int = 0) -> dict[str, Any]:
         "generated_tokens": metrics.generated_tokens,
         "accepted_lens": list(metrics.accepted_lens),
         "finished": dict(metrics.finished),
-        "speed": speed_of(metrics, source.plain_step_seconds),
         "history": [_second(s) for s in list(metrics.history) if s.at >= since],
     }
 
@@ -61,6 +47,9 @@ def speed_of(metrics: StepMetrics, known: Mapping[int, float]) -> dict[str, Any]
     `speed_up` is tokens a step times the plain step's time over the speculative step's, of one
     batch size. It is None if no batch size has both. Of several the one nearest to the last step
     counts.
+
+    Args:
+        known: plain steps' seconds that were measured elsewhere, by batch size.
     """
     times = metrics.step_times
     if not times.last_batch or not metrics.max_draft_len:

@@ -18,7 +18,7 @@ from prometheus_client import generate_latest as as_text
 
 from ..llm import LLM
 from .exposition import EngineCollector
-from .live import LiveSource, live_state
+from .live import live_state, speed_of
 from .metrics import StepMetrics
 
 TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
@@ -56,15 +56,19 @@ class EngineObservation:
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(EngineCollector(llm.executor, self.counts, model_name))
         ProcessCollector(registry=self.registry)
-        self._source = LiveSource(
-            llm, self.counts, model_name, time.time(), dict(plain_step_seconds)
-        )
+        self._llm, self._model_name, self._plain = llm, model_name, dict(plain_step_seconds)
+        self._started = time.time()  # another value is another run of the server
 
     def metrics(self) -> bytes:
         return as_text(self.registry)
 
     def live(self, since: int) -> dict[str, Any]:
-        return live_state(self._source, since)
+        return {
+            "model": self._model_name,
+            "started": self._started,
+            "speed": speed_of(self.counts, self._plain),
+            **live_state(self._llm, self.counts, since),
+        }
 
 
 class InThread:

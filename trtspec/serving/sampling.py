@@ -147,8 +147,9 @@ def _grammar_fields(request: GenerationRequest) -> list[str]:
 def _guided(
     request: GenerationRequest, tag: dict[str, Any] | None, reasoning_end: str | None
 ) -> GuidedDecodingParams | None:
-    if request.response_format is not None:
-        _check_format(request.response_format)
+    form = request.response_format
+    if form is not None:
+        _check_format(form)
     fields = _grammar_fields(request)
     if not fields:
         return None
@@ -157,8 +158,8 @@ def _guided(
         raise refused(name, f"A request has one grammar; this has {', '.join(sorted(fields))}.")
     if name == "tool_choice":
         given: dict[str, Any] = {"structural_tag": tag}
-    elif name == "response_format":
-        given = _of_format(request)
+    elif name == "response_format" and form is not None:
+        given = _of_format(form)
     else:
         given = {_GUIDED[name]: getattr(request, name)}
     try:
@@ -167,9 +168,7 @@ def _guided(
         raise ApiError(400, str(error), param=name) from None
 
 
-def _of_format(request: GenerationRequest) -> dict[str, Any]:
-    form = request.response_format
-    assert form is not None
+def _of_format(form: ResponseFormat) -> dict[str, Any]:
     if form.type == "structural_tag":
         return {"structural_tag": form.model_dump(exclude_none=True)}
     if form.type == "json_object":
