@@ -216,7 +216,7 @@ class EngineThread:
             self._post_command(lambda: self._cancel([f.request for f in self._feeds.values()]))
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Returns what a function returns that runs between two steps.
+        """Runs a function between two steps. Returns its result.
 
         Raises:
             EngineError: the engine is dead.
@@ -224,11 +224,7 @@ class EngineThread:
         return await asyncio.wrap_future(self.submit(function))
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Runs a function between two steps.
-
-        Raises:
-            EngineError: the engine is dead; the future may raise it, too.
-        """
+        """As `call`, for callers without an event loop."""
         future: Future[T] = Future()
 
         def command() -> None:
@@ -243,7 +239,10 @@ class EngineThread:
             else:
                 future.set_result(result)
 
-        self._post_command(command)
+        try:
+            self._post_command(command)
+        except EngineError as error:
+            future.set_exception(error)
         return future
 
     def stop(self, timeout: float | None = None) -> bool:

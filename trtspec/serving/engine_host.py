@@ -11,7 +11,6 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from ..api.outputs import Logprob
@@ -157,7 +156,8 @@ class EngineHost:
         on_ready: Callable[[], None],
     ):
         self._llm, self._observation, self._socket = llm, observation, connection
-        self._on_ready, self._sent = on_ready, {}  # type: Callable[[], None], dict[int, Sent]
+        self._on_ready = on_ready
+        self._sent: dict[int, Sent] = {}  # by key
         self._port = SocketPort(connection, lambda sent: self._sent.pop(sent.key, None))
         self._thread = EngineThread(llm.executor, llm.lock)
         self._thread.bind(self._port)
@@ -195,25 +195,20 @@ class EngineHost:
 
     def _do(self, message: Any) -> None:
         if isinstance(message, Open):
-            self._open(message)
+            self._reply(message.number, lambda: self._open(message))
         elif isinstance(message, Cancel):
             self._cancel(message)
         elif isinstance(message, Ask):
-            self._answer(message)
+            self._ask(message)
         elif isinstance(message, Ready):
             self._on_ready()
 
     def _open(self, message: Open) -> None:
-        error = None
-        try:
-            asked, requests = message.asked, make_requests(self._llm, message.asked)
-            pairs = zip(requests, message.keys, strict=True)
-            sent = [Sent(r, key, asked.is_whole, asked.keep_counts) for r, key in pairs]
-            self._sent.update((one.key, one) for one in sent)
-            self._thread.add(sent)
-        except Exception as raised:  # noqa: BLE001 - it is this request's
-            error = raised
-        self._reply(message.number, None, error)
+        asked, requests = message.asked, make_requests(self._llm, message.asked)
+        pairs = zip(requests, message.keys, strict=True)
+        sent = [Sent(r, key, asked.is_whole, asked.keep_counts) for r, key in pairs]
+        self._sent.update((one.key, one) for one in sent)
+        self._thread.add(sent)
 
     def _cancel(self, message: Cancel) -> None:
         if message.keys is None:
@@ -222,31 +217,22 @@ class EngineHost:
             sent = [self._sent.get(key) for key in message.keys]
             self._thread.cancel([one.request for one in sent if one is not None])
 
-    def _answer(self, message: Ask) -> None:
-        if message.name in ("metrics", "live"):  # also of an engine that failed
-            try:
-                result = getattr(self._observation, message.name)(*message.arguments)
-            except Exception as error:  # noqa: BLE001 - it is the caller's
-                self._reply(message.number, None, error)
-            else:
-                self._reply(message.number, result, None)
-            return
-
-        def reply(future: Future[Any]) -> None:
-            error = future.exception()
-            assert error is None or isinstance(error, Exception)
-            self._reply(message.number, None if error else future.result(), error)
-
-        try:
-            name, arguments = message.name, message.arguments
-            future = self._thread.submit(lambda: call_engine(self._llm, name, arguments))
-        except EngineError as error:
-            self._reply(message.number, None, error)
+    def _ask(self, message: Ask) -> None:
+        number, name, arguments = message
+        if name in ("metrics", "live"):  # also of an engine that failed
+            self._reply(number, lambda: getattr(self._observation, name)(*arguments))
         else:
-            future.add_done_callback(reply)
+            future = self._thread.submit(lambda: call_engine(self._llm, name, arguments))
+            future.add_done_callback(lambda done: self._reply(number, done.result))
 
-    def _reply(self, number: int, result: Any, error: Exception | None) -> None:
-        if error is not None and not isinstance(error, TrtspecError):
-            logger.error("The engine's process failed at a message.", exc_info=error)
-            error = EngineError(f"{type(error).__name__}: {error}")  # any other may not be sent
+    def _reply(self, number: int, function: Callable[[], Any]) -> None:
+        """Replies with what a function returns or raises."""
+        result, error = None, None
+        try:
+            result = function()
+        except TrtspecError as raised:
+            error = raised
+        except Exception as raised:  # any other may not be sent
+            logger.error("The engine's process failed at a message.", exc_info=raised)
+            error = EngineError(f"{type(raised).__name__}: {raised}")
         self._port.send(Reply(number, result, error))

@@ -34,8 +34,8 @@ from .channel import (
 GONE = "The engine's process is gone."
 
 
-class RemoteLLM(AsyncFront):
-    """Takes requests for an engine at the other end of a socket.
+class RemoteLLM(AsyncFront, asyncio.Protocol):
+    """Takes requests for an engine at the other end of a socket, whose protocol it is.
 
     Its requests are copies, which grow as messages come: tokens, log probabilities and sources. How
     many drafts were accepted is known at a request's end; before, if its stream keeps counts.
@@ -53,7 +53,8 @@ class RemoteLLM(AsyncFront):
     ):
         super().__init__(facts, inputs, max_num_requests_in_queue)
         self.on_stop: Callable[[], None] = lambda: None
-        self._socket, self._failure = connection, None  # type: socket.socket, str | None
+        self._socket, self._unpacker = connection, Unpacker()
+        self._failure: str | None = None
         self._transport: asyncio.Transport | None = None
         self._numbers = itertools.count()
         self._feeds: dict[int, Feed] = {}  # by key
@@ -62,7 +63,7 @@ class RemoteLLM(AsyncFront):
     async def connect(self) -> None:
         """Connects the event loop that runs. Comes before the first request."""
         self._loop = asyncio.get_running_loop()
-        await self._loop.create_unix_connection(lambda: _Wire(self), sock=self._socket)
+        await self._loop.create_unix_connection(lambda: self, sock=self._socket)
 
     def say_ready(self) -> None:
         """Says that clients are served from now on."""
@@ -142,14 +143,13 @@ class RemoteLLM(AsyncFront):
         self._replies[number] = future, keys
         return future
 
-    def made(self, transport: asyncio.Transport) -> None:
-        """Called when the socket is connected."""
+    def connection_made(self, transport: Any) -> None:
         self._transport = transport
 
-    def take(self, messages: Sequence[Any]) -> None:
+    def data_received(self, data: bytes) -> None:
         """Takes all messages that are there. Each reader with news is woken once."""
         fresh: dict[Feed, bool] = {}  # whether it is done
-        for message in messages:
+        for message in self._unpacker.feed(data):
             if isinstance(message, Tokens):
                 for entry in message.entries:
                     self._take_entry(entry, fresh)
@@ -205,8 +205,8 @@ class RemoteLLM(AsyncFront):
         else:
             future.set_exception(message.error)
 
-    def lost(self) -> None:
-        """Called when the socket is closed: ends all that waits."""
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends all that waits."""
         self._failure = self._failure or GONE
         feeds, self._feeds = self._feeds, {}
         for feed in feeds.values():
@@ -216,19 +216,3 @@ class RemoteLLM(AsyncFront):
             if not future.done():
                 future.set_exception(EngineError(self._failure))
         self.on_stop()
-
-
-class _Wire(asyncio.Protocol):
-    """The socket, for the event loop."""
-
-    def __init__(self, owner: RemoteLLM):
-        self._owner, self._unpacker = owner, Unpacker()
-
-    def connection_made(self, transport: Any) -> None:
-        self._owner.made(transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._owner.take(list(self._unpacker.feed(data)))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._owner.lost()
