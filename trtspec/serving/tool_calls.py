@@ -213,7 +213,7 @@ class ToolCallParser:
             self._take_glue()
             starts, bare = self._starts, self._format.bare
             if bare and self._may_be_bare() and self._text.startswith(bare):
-                self._reader = LlamaReader(bare, self._tools)
+                self._reader = LlamaReader("", self._tools)
                 return True
             found = first_marker(self._text, starts)
             if found is not None and found[0] == 0 and found[1] in self._format.readers:

@@ -1,7 +1,7 @@
 """How families of models write tool calls: where one begins and ends, and what it says.
 
-The chat template of a family defines its format. A `Format` finds the end of one call (or of one
-list of calls) and reads it. It gives up where the text is no call: then it is text.
+The chat template of a family defines its format. A `Reader` finds the end of one call (or of one
+list of calls) and reads it. What is no call is text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 Tool = Mapping[str, Any]
-Parse = Callable[[str, "Tools"], "list[Call] | None"]
+Parse = Callable[[str, "Tools"], "Call | None"]
 
 _NAME = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 
@@ -29,7 +29,7 @@ class Block(NamedTuple):
     """The end of a block that began with a start marker. Without calls it is plain text."""
 
     end: int
-    calls: list[Call] | None
+    calls: Sequence[Call] = ()
 
 
 class Reader(Protocol):
@@ -214,24 +214,23 @@ class TagReader:
                 self._searched = max(self._searched, len(text) - len(self.end) + 1)
                 return None
             inner, self._searched = text[len(self.start) : at], at + len(self.end)
-            calls = self.parse(inner, self.tools)
-            if calls or not self.is_open(inner):
-                return Block(self._searched, calls)
+            call = self.parse(inner, self.tools)
+            if call or not self.is_open(inner):
+                return Block(self._searched, [call] if call else ())
 
     def at_end(self, text: str) -> Block:
         first = text.find(self.end, len(self.start))
         if first >= 0:  # it was thought to belong to a value
-            return Block(first + len(self.end), None)
-        calls = self.parse(text[len(self.start) :], self.tools)
-        return Block(len(text) if calls else len(self.start), calls)
+            return Block(first + len(self.end))
+        call = self.parse(text[len(self.start) :], self.tools)
+        return Block(len(text), [call]) if call else Block(len(self.start))
 
 
-def parse_hermes(inner: str, tools: Tools) -> list[Call] | None:
+def parse_hermes(inner: str, tools: Tools) -> Call | None:
     try:
-        call = call_of(load_json(inner), tools, ("arguments", "parameters"))
+        return call_of(load_json(inner), tools, ("arguments", "parameters"))
     except ValueError:
         return None
-    return None if call is None else [call]
 
 
 def is_in_string(inner: str) -> bool:
@@ -242,16 +241,16 @@ def is_in_string(inner: str) -> bool:
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 
 
-def parse_function_tags(inner: str, tools: Tools) -> list[Call] | None:
+def parse_function_tags(inner: str, tools: Tools) -> Call | None:
     """Reads `<function=NAME><parameter=KEY>\\nVALUE\\n</parameter>…</function>`."""
     text = inner.strip()
     if not text.startswith("<function="):
         return None
     name, _, body = text.removeprefix("<function=").removesuffix("</function>").partition(">")
-    return _tagged(name.strip(), body, _PARAMETER, tools)
+    return _call_of_tags(name.strip(), body, _PARAMETER, tools)
 
 
-def parse_bare_function(inner: str, tools: Tools) -> list[Call] | None:
+def parse_bare_function(inner: str, tools: Tools) -> Call | None:
     """Reads the same, of a block that begins with `<function=`."""
     return parse_function_tags(f"<function={inner}", tools)
 
@@ -259,13 +258,13 @@ def parse_bare_function(inner: str, tools: Tools) -> list[Call] | None:
 _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-def parse_argument_tags(inner: str, tools: Tools) -> list[Call] | None:
+def parse_argument_tags(inner: str, tools: Tools) -> Call | None:
     """Reads `NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…`."""
     name, tag, rest = inner.partition("<arg_key>")
-    return _tagged(name.strip(), tag + rest, _ARGUMENT, tools)
+    return _call_of_tags(name.strip(), tag + rest, _ARGUMENT, tools)
 
 
-def _tagged(name: str, body: str, pair: re.Pattern[str], tools: Tools) -> list[Call] | None:
+def _call_of_tags(name: str, body: str, pair: re.Pattern[str], tools: Tools) -> Call | None:
     arguments: dict[str, Any] = {}
     at = 0
     while (found := pair.match(body, at)) is not None:
@@ -273,8 +272,7 @@ def _tagged(name: str, body: str, pair: re.Pattern[str], tools: Tools) -> list[C
         value = value.removeprefix("\n").removesuffix("\n")
         arguments[key] = tools.value(name, key, value)
         at = found.end()
-    call = None if body[at:].strip() else make_call(name, arguments, tools)
-    return None if call is None else [call]
+    return None if body[at:].strip() else make_call(name, arguments, tools)
 
 
 def ends_within(opening: str, closing: str) -> Callable[[str], bool]:
@@ -291,30 +289,29 @@ _SEPARATOR = deepseek_marker("sep")
 _DEEPSEEK_V3 = re.compile(rf"function\s*{_SEPARATOR}\s*([^\s<]+)\s*```(?:json)?(.*)```", re.DOTALL)
 
 
-def parse_deepseek(inner: str, tools: Tools) -> list[Call] | None:
+def parse_deepseek(inner: str, tools: Tools) -> Call | None:
     """Reads V3's form, with the arguments in a fence, or V3.1's: name, separator, JSON."""
     fenced = _DEEPSEEK_V3.fullmatch(inner.strip())
     name, _, arguments = inner.partition(_SEPARATOR)
     if fenced is not None:
         name, arguments = fenced[1], fenced[2]
-    return _named(name, arguments, tools)
+    return _call_with_json(name, arguments, tools)
 
 
-def parse_kimi(inner: str, tools: Tools) -> list[Call] | None:
+def parse_kimi(inner: str, tools: Tools) -> Call | None:
     """Reads `functions.NAME:0<|tool_call_argument_begin|>{…}`; what is before it is the id."""
     head, _, arguments = inner.partition("<|tool_call_argument_begin|>")
     name = re.sub(r":\d+$", "", head.strip()).removeprefix("functions.")
-    return _named(name, arguments, tools, head.strip())
+    return _call_with_json(name, arguments, tools, head.strip())
 
 
-def _named(
+def _call_with_json(
     name: str, arguments: str, tools: Tools, call_id: str | None = None
-) -> list[Call] | None:
+) -> Call | None:
     try:
-        call = make_call(name, load_json(arguments), tools, call_id)
+        return make_call(name, load_json(arguments), tools, call_id)
     except ValueError:
         return None
-    return None if call is None else [call]
 
 
 # -- Gemma 4 -----------------------------------------------------------------------------------
@@ -325,7 +322,7 @@ _GEMMA_TOKEN = re.compile(
 _MAX_DEPTH = 64
 
 
-def parse_gemma(inner: str, tools: Tools) -> list[Call] | None:
+def parse_gemma(inner: str, tools: Tools) -> Call | None:
     """Reads `call:NAME{key:VALUE,…}`, where the token `<|"|>` quotes strings."""
     head, brace, rest = inner.partition("{")
     name = head.strip().removeprefix("call:")
@@ -336,8 +333,7 @@ def parse_gemma(inner: str, tools: Tools) -> list[Call] | None:
         value = _gemma_value(tokens, 0)
     except (ValueError, IndexError):
         return None
-    call = make_call(name, value, tools) if not tokens else None
-    return None if call is None else [call]
+    return None if tokens else make_call(name, value, tools)
 
 
 def _gemma_tokens(text: str) -> list[str]:
@@ -410,7 +406,7 @@ class MistralReader:
             self._head = self._HEAD.match(text, len(self.START))
             if self._head is None:
                 is_text = len(text) > self._LONGEST_HEAD
-                return Block(len(self.START), None) if is_text else None
+                return Block(len(self.START)) if is_text else None
             self._json = JsonEnd(self._head.end())
         end = self._json.find(text)
         if end is None:
@@ -419,29 +415,32 @@ class MistralReader:
         return Block(end if calls else len(self.START), calls)
 
     def at_end(self, text: str) -> Block:
-        return self.read(text) or Block(len(self.START), None)
+        return self.read(text) or Block(len(self.START))
 
-    def _calls(self, name: str | None, call_id: str | None, json_part: str) -> list[Call] | None:
+    def _calls(self, name: str | None, call_id: str | None, json_part: str) -> list[Call]:
         try:
             value = load_json(json_part)
         except ValueError:
-            return None
+            return []
         if name is not None:
             calls = [make_call(name, value, self.tools, call_id)]
         else:
             calls = [call_of(item, self.tools) for item in value]
         found = [call for call in calls if call is not None]
-        return found if len(found) == len(calls) else None
+        return found if len(found) == len(calls) else []
 
 
 class LlamaReader:
-    """`<|python_tag|>` and a JSON object, or the object alone."""
+    """`<|python_tag|>` and a JSON object, or the object alone.
+
+    Args:
+        start: `START`, or "" for the object alone.
+    """
 
     START = "<|python_tag|>"
 
     def __init__(self, start: str, tools: Tools):
-        self.tools = tools
-        self.start = start if start == self.START else ""
+        self.start, self.tools = start, tools
         self._json: JsonEnd | None = None
 
     def read(self, text: str) -> Block | None:
@@ -450,23 +449,22 @@ class LlamaReader:
             if not body:
                 return None
             if body[0] != "{":
-                return Block(len(self.start), None)
+                return Block(len(self.start))
             self._json = JsonEnd(len(text) - len(body))
         end = self._json.find(text)
         if end is None:
             return None
-        calls = self._calls(text[len(self.start) : end])
-        return Block(end, calls)
+        call = self._call(text[len(self.start) : end])
+        return Block(end, [call] if call else ())
 
     def at_end(self, text: str) -> Block:
-        return self.read(text) or Block(len(text), None)
+        return self.read(text) or Block(len(text))
 
-    def _calls(self, body: str) -> list[Call] | None:
+    def _call(self, body: str) -> Call | None:
         try:
             value = load_json(body)
         except ValueError:
             return None
         if not isinstance(value, dict) or not {"parameters", "arguments"} & value.keys():
             return None  # an answer in JSON may have a name
-        call = call_of(value, self.tools, ("parameters", "arguments"))
-        return None if call is None else [call]
+        return call_of(value, self.tools, ("parameters", "arguments"))
