@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,13 +18,18 @@ Captured = pytest.CaptureFixture[str]
 
 
 class _Engine:
-    """Refers to itself, as the engine does."""
+    """Writes random texts."""
 
-    alive: ClassVar[list[weakref.ref[Any]]] = []
+    open: ClassVar[list[_Engine]] = []
 
     def __init__(self, *arguments: Any, **options: Any):
-        self.itself = self
-        _Engine.alive.append(weakref.ref(self))
+        _Engine.open.append(self)
+
+    def __enter__(self) -> _Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _Engine.open.remove(self)
 
     def chat(self, prompts: list[Any], params: Any) -> list[Any]:
         generator = torch.Generator().manual_seed(0)
@@ -45,25 +48,21 @@ def test_a_draft_model_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     target, load = tiny_model_dir(tmp_path), weights.load_decoder
-    gone: list[bool] = []
+    num_open: list[int] = []
 
     def load_decoder(*arguments: Any, **options: Any) -> Any:
-        gone.append(all(engine() is None for engine in _Engine.alive))
+        num_open.append(len(_Engine.open))
         return load(*arguments, **options)
 
     monkeypatch.setattr("trtspec.llm.LLM", _Engine)
     monkeypatch.setattr(weights, "load_decoder", load_decoder)
     monkeypatch.setitem(zoo.MODELS, "known", SimpleNamespace())
     monkeypatch.setattr(zoo, "_from_wheel", lambda entry, tell: target)
-    gc.disable()
-    try:
-        code = _doctor("--target", target, "--head", "known", "--prompts", 12, "--json")
-    finally:
-        gc.enable()
+    code = _doctor("--target", target, "--head", "known", "--prompts", 12, "--json")
     found = json.loads(capsys.readouterr().out)
     assert code == 0 and found["is_well"] and found["suspicion"] is None, found
     assert found["conditional_acceptance"] == [1.0, 1.0, 1.0]
-    assert _Engine.alive and gone[0], "the engine that wrote the texts is freed before"
+    assert num_open[0] == 0, "the engine that wrote the texts is shut down before"
 
 
 def test_a_target_of_few_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from rich.text import Text
 from ..data.acceptance_prompts import AcceptancePrompt, load_prompts, select_prompts
 from .engine import load_llm, load_pair, parse_mode
 from .errors import CliError
-from .numbers import MAX_TEMPERATURE, parse_numbers
+from .numbers import MAX_TEMPERATURE, parse_contexts, parse_numbers
 from .options import AcceptanceOptions, EngineOptions, JsonOptions
 from .output import check_files, write_json
-from .render import forced_banner, make_console
+from .render import make_console, print_forced
 from .status import Progress
 
 if TYPE_CHECKING:
@@ -43,12 +43,10 @@ class Plan:
                 f"--categories {what.categories!r} names none: give some, like chat,code, or leave "
                 "it out for all."
             )
-        temperatures = parse_numbers("--temperatures", what.temperatures, 0, MAX_TEMPERATURE)
-        contexts = [
-            int(n) for n in parse_numbers("--contexts", what.contexts, 1, 2**20, whole=True)
-        ]
+        temperatures = parse_numbers("--temperatures", what.temperatures, float, 0, MAX_TEMPERATURE)
+        contexts = parse_contexts(what.contexts)
         prompts = select_prompts(load_prompts(what.prompts), categories, what.per_category)
-        return cls(prompts, temperatures, [int(n) for n in contexts])
+        return cls(prompts, temperatures, contexts)
 
 
 def run_acceptance(options: EngineOptions, what: AcceptanceOptions, output: JsonOptions) -> int:
@@ -177,9 +175,7 @@ def _print_report(console: Console, options: EngineOptions, report: AcceptanceRe
     console.print(_length_table("context", [report.by_context], report))
     if report.advice is not None:
         _print_advice(console, report.advice, report)
-    banner = forced_banner(about["forced_acceptance"])
-    if banner is not None:
-        console.print(banner, soft_wrap=True)
+    print_forced(console, about["forced_acceptance"])
     if report.warning is not None:
         text = f"WARNING: {report.warning}"
         console.print(Text(text, style="bold white on red"), soft_wrap=True)

@@ -30,7 +30,7 @@ from .options import (
     SweepOptions,
 )
 from .output import check_writable, write_json
-from .render import finite, first_difference, forced_banner, make_console, position_bars
+from .render import finite, first_difference, make_console, position_bars, print_forced
 from .status import Progress
 
 if TYPE_CHECKING:
@@ -94,9 +94,9 @@ class SetResult:
 
 def refuse_sweep_options(sweep: SweepOptions) -> None:
     """Raises CliError for an option that only a sweep reads."""
-    for field_of, value in vars(sweep).items():
-        if value != getattr(SweepOptions(), field_of):
-            raise CliError(f"--{field_of} is of --sweep: give that too.")
+    for name, value in vars(sweep).items():
+        if value != getattr(SweepOptions(), name):
+            raise CliError(f"--{name} is of --sweep: give that too.")
 
 
 def run_bench(
@@ -122,10 +122,11 @@ def run_bench(
     except BenchFailed as error:
         show_error(str(error))
         return EXIT_FAILED
+    about = _about(options, sampling, repeat, speculative)
     if output.is_wanted:
-        write_json(output, _to_json(options, sampling, repeat, speculative, results))
+        write_json(output, {**about, "sets": [_set_json(result) for result in results]})
     if not output.as_json:
-        _print_report(make_console(), options, sampling, repeat, speculative, results)
+        _print_report(make_console(), about, results)
     return 0
 
 
@@ -182,13 +183,10 @@ def _draws_anew(speculative: LLM, sampling: SamplingOptions) -> bool:
     return is_sampled and has_network and rule is not None and not rule.keeps_seeded_output
 
 
-def _to_json(
-    options: EngineOptions,
-    sampling: SamplingOptions,
-    repeat: int,
-    speculative: LLM,
-    results: Sequence[SetResult],
+def _about(
+    options: EngineOptions, sampling: SamplingOptions, repeat: int, speculative: LLM
 ) -> dict[str, Any]:
+    """Returns what is measured with."""
     return {
         "model": options.model,
         **describe(speculative),
@@ -198,8 +196,7 @@ def _to_json(
         "seed": sampling.seed,
         "repeat": repeat,
         "draws_anew": _draws_anew(speculative, sampling),
-        "forced_acceptance": results[0].speculative.runs[-1].forced_acceptance,
-        "sets": [_set_json(result) for result in results],
+        "forced_acceptance": speculative.stats().forced_acceptance,
     }
 
 
@@ -225,27 +222,22 @@ def _side_json(side: Side) -> dict[str, Any]:
     }
 
 
-def _print_report(
-    console: Console,
-    options: EngineOptions,
-    sampling: SamplingOptions,
-    repeat: int,
-    speculative: LLM,
-    results: Sequence[SetResult],
-) -> None:
-    about = describe(speculative)
+def _print_report(console: Console, about: dict[str, Any], results: Sequence[SetResult]) -> None:
     mode = f"{about['mode']} K={about['max_draft_len']}"
-    seed = f", temperature {sampling.temperature:g}, seed {sampling.seed}, {about['acceptance']}"
+    sampled = ""
+    if about["temperature"] > 0:
+        sampled = (
+            f", temperature {about['temperature']:g}, seed {about['seed']}, {about['acceptance']}"
+        )
     console.print(
         Text(
-            f"{options.model}, {about['dtype']} on {about['device']}, batch "
-            f"{options.max_batch_size}, {sampling.max_tokens} tokens"
-            f"{seed if sampling.temperature > 0 else ''}; median of {repeat} run(s); tok/s "
-            "of decoding, without the time that reading the prompts takes"
+            f"{about['model']}, {about['dtype']} on {about['device']}, batch "
+            f"{about['max_batch_size']}, {about['max_tokens']} tokens{sampled}; median of "
+            f"{about['repeat']} run(s); tok/s of decoding, without the time that reading the "
+            "prompts takes"
         ),
         soft_wrap=True,
     )
-    draws_anew = _draws_anew(speculative, sampling)
     table = Table()
     table.add_column("prompts")
     for heading in ("NONE tok/s", f"{mode} tok/s", "speedup", "AL"):
@@ -259,16 +251,14 @@ def _print_report(
             f"{result.speedup:.2f}x",
             f"{result.speculative.acceptance_length:.2f}",
             Text("other draws of the same distribution")
-            if draws_anew
+            if about["draws_anew"]
             else identity_text(result.differences),
         )
     console.print(table)
     for result in results:
         console.print(Text(f"acceptance per position, {result.name}", style="bold"))
         console.print(position_bars(result.speculative.acceptance_per_position, console))
-    banner = forced_banner(results[0].speculative.runs[-1].forced_acceptance)
-    if banner is not None:
-        console.print(banner, soft_wrap=True)
+    print_forced(console, about["forced_acceptance"])
 
 
 def identity_text(differences: Sequence[int | None]) -> Text:

@@ -33,6 +33,7 @@ from .render import (
     make_console,
     pieces_to_text,
     position_bars,
+    print_forced,
     split_step,
 )
 from .status import Progress
@@ -98,7 +99,7 @@ def run_demo(options: EngineOptions, sampling: SamplingOptions) -> int:
             llm.reset_stats()
     mode = f"{speculative.mode.name}, K = {speculative.max_draft_len}"
     console.print(Rule(f"trtspec · {options.model} · {dtype_name(plain)} on {plain.device}"))
-    _print_banner(console, speculative)
+    print_forced(console, speculative.stats().forced_acceptance)
     duels = []
     for text in DEMO_PROMPTS:
         duel = Duel(Prompt(text), Answer("without speculation"), Answer(f"with {mode}"))
@@ -110,12 +111,6 @@ def run_demo(options: EngineOptions, sampling: SamplingOptions) -> int:
                 return EXIT_FAILED
     _print_summary(console, duels, plain, speculative, mode)
     return 0
-
-
-def _print_banner(console: Console, llm: LLM) -> None:
-    banner = forced_banner(llm.stats().forced_acceptance)
-    if banner is not None:
-        console.print(banner, soft_wrap=True)
 
 
 def _run_duel(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,8 +24,6 @@ Ids = list[list[int]]
 
 def run_doctor(options: DoctorOptions, output: JsonOptions) -> int:
     """Returns the exit code: 0 if nothing is wrong, else 1."""
-    import torch
-
     from ..attention.torch_sdpa import TorchAttention
     from ..checkpoints.hf_config import load_config
     from ..checkpoints.place import weight_form
@@ -45,9 +42,6 @@ def run_doctor(options: DoctorOptions, output: JsonOptions) -> int:
         if not diagnosis.problems:  # otherwise the target need not write anything
             progress("the target writes texts")
             prompts, written = _write(target_dir, options, config.max_position_embeddings)
-            gc.collect()  # the engine refers to itself; its cache's memory is wanted
-            if where.type == "cuda":
-                torch.cuda.empty_cache()
             dtype = resolve_dtype(options.dtype, config, where)
             form = replace(weight_form(options.quant, where), keeps_fp8=False)
             model = load_decoder(target_dir, dtype, where, TorchAttention(), pack=False, form=form)
@@ -81,7 +75,10 @@ def _write(target_dir: Path, options: DoctorOptions, num_positions: int) -> tupl
     from ..data.acceptance_prompts import load_prompts
     from ..llm import LLM
 
-    llm = LLM(
+    prompts, count = load_prompts(), options.num_prompts
+    chosen = prompts[:: max(1, len(prompts) // count)][:count]
+    messages = [list(prompt.messages) for prompt in chosen]
+    with LLM(
         target_dir,
         device=options.device,
         dtype=options.dtype,
@@ -89,12 +86,8 @@ def _write(target_dir: Path, options: DoctorOptions, num_positions: int) -> tupl
         max_batch_size=16,
         tensor_parallel_size=options.tensor_parallel_size,
         max_seq_len=min(1024, num_positions),
-    )
-    prompts, count = load_prompts(), options.num_prompts
-    chosen = prompts[:: max(1, len(prompts) // count)][:count]
-    outputs = llm.chat(
-        [list(prompt.messages) for prompt in chosen], SamplingParams(max_tokens=options.max_tokens)
-    )
+    ) as llm:
+        outputs = llm.chat(messages, SamplingParams(max_tokens=options.max_tokens))
     return (
         [list(output.prompt_token_ids) for output in outputs],
         [list(output.outputs[0].token_ids) for output in outputs],

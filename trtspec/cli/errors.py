@@ -34,7 +34,6 @@ class CliError(Exception):
 USER_ERRORS: tuple[type[Exception], ...] = (
     CliError,
     ValueError,
-    RequestError,
     DrafterError,
     KVCacheError,
     OSError,

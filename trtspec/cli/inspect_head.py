@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,7 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
     if head is None:
         return {}
     decoder = head.decoder
-    parameters = sum(_size(source.shape) for source in report.tensors.values())
+    parameters = sum(prod(source.shape) for source in report.tensors.values())
     facts = {
         "Format": head.format,
         "Tensors": f"{len(report.tensors)} used, {parameters:,} parameters",
@@ -89,7 +90,7 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
         "Attention": "\n".join(f"{label}{_attention(kind)}" for label, kind in _kinds(decoder)),
         "Target hidden size": str(head.target_hidden_size),
         "RoPE": "\n".join(f"{label}{_rope(kind)}" for label, kind in _kinds(decoder)),
-        "Vocabulary": _vocabulary(report),
+        "Vocabulary": _vocabulary(head),
     }
     layers = range(decoder.num_layers)
     moe = next(filter(None, (decoder.moe_of_layer(i) for i in layers)), None)
@@ -99,12 +100,12 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
             f"{moe.experts_per_token} to a token"
         )
     if head.kind in ("dflash", "dspark"):
-        facts["Captured layers"] = _captured(report)
+        facts["Captured layers"] = _captured(head)
         facts["Block"] = _block(head)
         if head.markov_rank:
             facts["Bias"] = f"by the token before, {head.markov_kind}, rank {head.markov_rank}"
     elif head.kind == "eagle3":
-        facts["Captured layers"] = _captured(report)
+        facts["Captured layers"] = _captured(head)
         names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         facts["Flags"] = ", ".join(n for n in names if getattr(head, n)) or "none"
     else:
@@ -190,7 +191,7 @@ def _kinds(
         layers = [i for i, layer_type in enumerate(types) if layer_type == kind]
         windows = {decoder.window(i) for i in layers}
         layer_config = replace(decoder.of_layer(layers[0]), layer_windows=tuple(windows))
-        numbers = f" (layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))})"
+        numbers = f" (layer{'s' * (len(layers) > 1)} {_list(layers)})"
         yield (f"{kind}{numbers if names_layers else ''}: " if kind else ""), layer_config
 
 
@@ -226,7 +227,7 @@ def _mask_state(mask_hidden: Tensor, num_captured: int) -> str:
 
 def _attention(decoder: DecoderConfig) -> str:
     windows = sorted(window for window in decoder.layer_windows if window is not None)
-    also = f", window {', '.join(map(str, windows))}" if windows else ""
+    also = f", window {_list(windows)}" if windows else ""
     if windows and None in decoder.layer_windows:
         also += " in some layers"
     if decoder.mla is not None:
@@ -240,18 +241,13 @@ def _attention(decoder: DecoderConfig) -> str:
     )
 
 
-def _captured(report: HeadReport) -> str:
-    head = report.config
-    assert head is not None
+def _captured(head: HeadConfig) -> str:
     if all(layer < 0 for layer in head.layers_to_capture):
         return f"{len(head.layers_to_capture)}, {head.captured_by}"
-    layers = ", ".join(map(str, head.layers_to_capture))
-    return f"{layers} (0-based outputs), from {head.captured_by}"
+    return f"{_list(head.layers_to_capture)} (0-based outputs), from {head.captured_by}"
 
 
-def _vocabulary(report: HeadReport) -> str:
-    head = report.config
-    assert head is not None
+def _vocabulary(head: HeadConfig) -> str:
     vocab, drafted = head.decoder.vocab_size, head.draft_vocab_size
     if drafted == vocab:
         return f"{vocab}, all of them drafted"
@@ -266,13 +262,6 @@ def _rope(decoder: DecoderConfig) -> str:
     rotates = "" if rotated is None else f", rotates {rotated} of {decoder.head_dim} dimensions"
     rotates += f", rotates {part:g} of a head" if part != 1 and rotated is None else ""
     return f"{kind}, theta {theta:g}{factor}{rotates}"
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
 
 
 def _yes(flag: bool) -> str:

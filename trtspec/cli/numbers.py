@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import math
+from typing import TypeVar
 
 from .errors import CliError
 
 MAX_TEMPERATURE = 100.0
+N = TypeVar("N", int, float)
 
 
-def parse_numbers(
-    option: str, text: str | None, low: float, high: float, whole: bool = False
-) -> list[float]:
+def parse_numbers(option: str, text: str, kind: type[N], low: float, high: float) -> list[N]:
     """Returns the numbers of `0,0.7,1`, each once. Raises CliError for anything else."""
-    numbers = []
-    for part in (text or "").split(",") if text is not None else []:
+    numbers: list[N] = []
+    for part in text.split(","):
         try:
-            number = int(part) if whole else float(part)
+            number = kind(part)
         except ValueError:
-            number = math.nan
-        if not low <= number <= high:
-            kind = "whole numbers" if whole else "numbers"
+            number = None
+        if number is None or not low <= number <= high:
+            what = "whole numbers" if kind is int else "numbers"
             raise CliError(
-                f"{option} {text!r}: {part.strip()!r} is not allowed. Give {kind} in {low:.9g} … "
+                f"{option} {text!r}: {part.strip()!r} is not allowed. Give {what} in {low:.9g} … "
                 f"{high:.9g}, separated by commas."
             )
         numbers.append(number)
     return list(dict.fromkeys(numbers))
+
+
+def parse_contexts(text: str | None) -> list[int]:
+    """Returns the lengths of `--contexts`, none where it is not given."""
+    return [] if text is None else parse_numbers("--contexts", text, int, 1, 2**20)

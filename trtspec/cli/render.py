@@ -80,7 +80,7 @@ def position_bars(rates: Sequence[float], console: Console) -> Text:
 
 
 def forced_banner(forced: float | None) -> Text | None:
-    """The loud line for a run whose acceptance is forced; None where it is not."""
+    """The loud line of a run whose acceptance is forced; None where it is not."""
     if not forced:
         return None
     return Text(
@@ -89,6 +89,13 @@ def forced_banner(forced: float | None) -> Text | None:
         "unset TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS to turn it off.",
         style="bold white on red",
     )
+
+
+def print_forced(console: Console, forced: float | None) -> None:
+    """Prints that line, where it is due."""
+    banner = forced_banner(forced)
+    if banner is not None:
+        console.print(banner, soft_wrap=True)
 
 
 def summary_line(stats: EngineStats, mode: str, max_draft_len: int) -> Text:
@@ -103,9 +110,7 @@ def summary_line(stats: EngineStats, mode: str, max_draft_len: int) -> Text:
 
 
 def print_summary(console: Console, stats: EngineStats, mode: str, max_draft_len: int) -> None:
-    banner = forced_banner(stats.forced_acceptance)
-    if banner is not None:
-        console.print(banner, soft_wrap=True)
+    print_forced(console, stats.forced_acceptance)
     console.print(summary_line(stats, mode, max_draft_len), soft_wrap=True)
 
 

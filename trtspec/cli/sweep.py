@@ -16,6 +16,7 @@ from ..data.acceptance_prompts import CATEGORIES, AcceptancePrompt, load_prompts
 from ..data.agent_prompts import agent_prompts
 from .engine import (
     check_filters,
+    describe,
     int_or_auto,
     load_small_llm,
     make_sampling_params,
@@ -24,7 +25,7 @@ from .engine import (
 )
 from .errors import CliError
 from .inputs import read_prompts
-from .numbers import MAX_TEMPERATURE, parse_numbers
+from .numbers import MAX_TEMPERATURE, parse_contexts, parse_numbers
 from .options import EngineOptions, JsonOptions, PromptOptions, SamplingOptions, SweepOptions
 from .output import check_files, write_json
 from .render import finite, make_console
@@ -77,27 +78,29 @@ class SweepCommand:
                 f"--columns {wrong[0]}: with --speculative {options.speculative} there is no such "
                 f"column. Give some of {', '.join(possible)}."
             )
-        numbers = parse_numbers("--contexts", sweep.contexts, 1, 2**20, whole=True)
-        concurrencies = parse_numbers("--concurrency", sweep.concurrency, 1, 4096, whole=True)
-        fixed = parse_numbers("--fixed", sweep.fixed, 1, 64, whole=True)
-        temperatures = parse_numbers("--temperatures", sweep.temperatures, 0, MAX_TEMPERATURE)
+        contexts = parse_contexts(sweep.contexts)
+        concurrencies = parse_numbers("--concurrency", sweep.concurrency, int, 1, 4096)
+        fixed = None if sweep.fixed is None else parse_numbers("--fixed", sweep.fixed, int, 1, 64)
+        temperatures = parse_numbers(
+            "--temperatures", sweep.temperatures, float, 0, MAX_TEMPERATURE
+        )
         if options.max_draft_len is not None and "fixed" in columns:
-            _check_fixed([int(n) for n in fixed], int(options.max_draft_len))
+            _check_fixed(fixed or (), int(options.max_draft_len))
         check_filters(sampling, temperatures)
         if options.prefill_batch_size is not None:
-            _check_slots(options.prefill_batch_size, int(min(concurrencies)))
+            _check_slots(options.prefill_batch_size, min(concurrencies))
         return cls(
             engine=options,
             sampling=replace(sampling, seed=sampling.seed or 0),
             axes=Axes(
-                concurrencies=[int(n) for n in concurrencies],
+                concurrencies=concurrencies,
                 temperatures=temperatures,
                 kinds=_kinds(given, sweep.kinds),
-                contexts=[int(n) for n in numbers] or [None],
+                contexts=contexts or [None],
                 rounds=sweep.rounds,
             ),
             columns=[name for name in COLUMNS if name in columns],
-            fixed=[int(n) for n in fixed] or None,
+            fixed=fixed,
         )
 
     def engine_options(self, column: str, concurrency: int) -> EngineOptions:
@@ -200,10 +203,8 @@ def _prepare(
     scout = load_small_llm(alone, SCOUT_LENGTH, progress)
     about, ways = _about(command, scout, repeat), command.ways(scout.max_draft_len)
     longest = scout.max_draft_len
-    prompts, most = (
-        encode_prompts(axes, scout.apply_chat_template),
-        scout.executor.config.max_seq_len,
-    )
+    prompts = encode_prompts(axes, scout.apply_chat_template)
+    most = scout.executor.config.max_seq_len
     scout.shutdown()
     length = answer + max(len(ids) for some in prompts.values() for ids in some)
     if length > most:
@@ -235,8 +236,6 @@ def _prepare(
 
 
 def _about(command: SweepCommand, llm: LLM, repeat: int) -> dict[str, Any]:
-    from .engine import describe
-
     return {
         "model": command.engine.model,
         "head": command.engine.head,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from itertools import islice
@@ -108,10 +107,6 @@ def run_train(options: TrainOptions) -> int:
     path = options.data or options.out / GENERATED
     if options.self_generate is not None:
         _generate(options, target_dir, path, config.max_position_embeddings)
-        gc.collect()  # the engine refers to itself; its cache's memory is wanted for training
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
     rows = _read_rows(options, path, tokenizer, config, earlier)
     train_config = _train_config(options, len(rows.train), spec)
     _say(
@@ -395,7 +390,7 @@ def _generate(options: TrainOptions, target_dir: Path, path: Path, num_positions
 
     assert options.self_generate is not None
     prompts = None if options.prompts is None else read_prompts(options.prompts)
-    llm = LLM(
+    engine = LLM(
         target_dir,
         device=options.device,
         dtype=options.dtype,
@@ -405,7 +400,7 @@ def _generate(options: TrainOptions, target_dir: Path, path: Path, num_positions
         prefill_batch_size=max(1, options.max_batch_size // 8),
         tensor_parallel_size=options.tensor_parallel_size,
     )
-    with Progress() as progress:
+    with engine as llm, Progress() as progress:
 
         def tell(report: Report) -> None:
             progress("the target writes text", report.examples, options.self_generate)
