@@ -18,7 +18,7 @@ from ..checks import is_int
 from ..errors import ConfigError, EngineError, QueueFullError, RequestError, shown
 from ..executor.request import Request
 from .engine_thread import SHUT_DOWN, Bell, Feed
-from .inputs import NOTHING, Inputs, Messages, Prompt, checked_id
+from .inputs import NOTHING, Inputs, Messages, Prompt, Tokens, checked_id
 from .outputs import NOTHING_NEW, Acceptance, OutputReader, Piece, join
 from .time_limit import TimeLimit
 
@@ -29,13 +29,6 @@ ENGINE_CALLS = frozenset({"reset_prefix_cache", "stats"})
 """Methods of a `PyExecutor` that a front may call between two steps."""
 STOP_SECONDS = 30.0  # a step in flight ends within them, or the memory is not freed
 POLL_SECONDS = 0.02
-
-
-class Tokens(NamedTuple):
-    """A prompt as an engine takes it."""
-
-    text: str | None
-    ids: list[int] | EmbedsPrompt
 
 
 class Asked(NamedTuple):
@@ -233,7 +226,7 @@ class AsyncFront(ABC):
             RequestError: also for a text that must have more tokens than `max_seq_len`.
         """
         self._check_length(prompt)
-        return await self.in_thread(lambda: Tokens(*self.inputs.tokenize(prompt)))
+        return await self.in_thread(lambda: self.inputs.tokenize(prompt))
 
     async def render_chat(
         self,

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..api.embeds_prompt import EmbedsPrompt
 from ..api.sampling_params import SamplingParams
@@ -39,6 +39,13 @@ NOT_VARIABLES = frozenset(
 )
 
 
+class Tokens(NamedTuple):
+    """A prompt as an engine takes it, and its text if it came as text."""
+
+    text: str | None
+    ids: list[int] | EmbedsPrompt
+
+
 def check_variables(names: Iterable[str]) -> None:
     """Raises RequestError for a name that is no variable of a chat template."""
     reserved = sorted(NOT_VARIABLES.intersection(names))
@@ -57,15 +64,15 @@ class Inputs:
     def __init__(self, model_dir: Path, tokenizer: Any):
         self.model_dir, self.tokenizer = model_dir, tokenizer
 
-    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int] | EmbedsPrompt]:
-        """Returns a prompt's text, if it is text, and its tokens.
+    def tokenize(self, prompt: Prompt) -> Tokens:
+        """Returns a prompt's tokens.
 
         Raises:
             RequestError: it is no prompt, or text without a tokenizer.
         """
         prompt = plain(prompt)
         if isinstance(prompt, EmbedsPrompt):
-            return None, prompt
+            return Tokens(None, prompt)
         if isinstance(prompt, bytes) or not isinstance(prompt, str | Sequence):
             raise RequestError(f"prompt={prompt!r}: give text or a list of token ids.")
         if not isinstance(prompt, str):
@@ -73,7 +80,7 @@ class Inputs:
                 raise RequestError(
                     f"The prompt is a list of {len(prompt)} text(s): give one text, or token ids."
                 )
-            return None, list(prompt)
+            return Tokens(None, list(prompt))
         if self.tokenizer is None:
             raise RequestError(
                 f"{self.model_dir} holds no tokenizer: give token ids instead of text."
@@ -81,7 +88,8 @@ class Inputs:
         if not prompt:
             raise RequestError("The prompt is empty: give at least one token.")
         _check_unicode(prompt)
-        return prompt, self.tokenizer.encode(prompt, verbose=False)  # length is checked later
+        # The length is checked later.
+        return Tokens(prompt, self.tokenizer.encode(prompt, verbose=False))
 
     def render_chat(
         self,

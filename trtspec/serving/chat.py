@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import EngineError, RequestError
-from ..frontend.async_front import AsyncFront, OutputStream, Tokens
-from ..frontend.inputs import check_variables
+from ..frontend.async_front import AsyncFront, OutputStream
+from ..frontend.inputs import Tokens, check_variables
 from ..frontend.outputs import Piece
 from .answers import (
     Json,
