@@ -92,6 +92,7 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
         (["mtp", "--self-generate", "3", "--format", "speculators"], "allowed: raw"),
         (["eagle3", "--self-generate", "3", "--length", "100000"], "--length 100000"),
         (["eagle3", "--self-generate", "3", "--learning-rate", "-1"], "learning_rate"),
+        (["eagle3", "--self-generate", "3", "--epochs", "inf"], "--epochs inf"),
         (["eagle3", "--self-generate", "3", "--position-weights", "d-pace"], "not for eagle3"),
         (["mtp", "--self-generate", "3", "--anchors", "8"], "not for mtp"),
         (["dflash", "--self-generate", "3", "--markov-rank", "8"], "not for dflash"),

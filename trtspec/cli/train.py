@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from itertools import islice
@@ -98,6 +99,7 @@ def run_train(options: TrainOptions) -> int:
         like = None if options.kind == "mtp" else known.decoder
         spec = replace(spec, layers_to_capture=layers, like=like)
     _check_options(options, config)
+    _train_config(options, 1, spec)  # a wrong option is refused before hours of work
     made = head_config(spec, config, 1 if known is None else known.draft_vocab_size)
     if known is not None:
         check_alike(known, made)  # before the target writes text for hours
@@ -273,10 +275,8 @@ def _draft_window(options: TrainOptions) -> int:
 
 
 def _check_options(options: TrainOptions, config: DecoderConfig) -> None:
-    """Raises CliError, ConfigError for what the target does not allow, before hours of work."""
-    from ..train.losses import POSITION_WEIGHTS
+    """Raises CliError, ConfigError for what the kind or the target does not allow."""
     from ..train.save_head import check_format
-    from ..train.trainer import TrainConfig
 
     check_format(options.head_format, options.kind)
     if options.length > config.max_position_embeddings:
@@ -289,24 +289,15 @@ def _check_options(options: TrainOptions, config: DecoderConfig) -> None:
             f"--draft-vocab-size {options.draft_vocab_size} is above the target's vocabulary of "
             f"{config.vocab_size}: lower it."
         )
-    TrainConfig(
-        optimizer=options.optimizer,
-        learning_rate=options.learning_rate,
-        num_steps=options.num_steps or DEFAULT_STEPS,
-        position_weights=options.position_weights or POSITION_WEIGHTS[0],
-        selector_weight=_selector_weight(options),
-        seed=options.seed,
-    )
-
-
-def _selector_weight(options: TrainOptions) -> float:
-    return 1.0 if options.selector_weight is None else options.selector_weight
 
 
 def _train_config(options: TrainOptions, num_rows: int, spec: NewHead) -> TrainConfig:
+    """Raises CliError, ConfigError for an option that is out of range."""
     from ..train.losses import POSITION_WEIGHTS
     from ..train.trainer import TrainConfig
 
+    if math.isinf(options.epochs):
+        raise CliError(f"--epochs {options.epochs:g}: give a finite number.")
     batch_size = min(options.batch_size, num_rows)
     max_steps = options.max_steps or max(1, round(options.epochs * num_rows / batch_size))
     num_steps = spec.drafts_of_block or options.num_steps or DEFAULT_STEPS
@@ -317,7 +308,7 @@ def _train_config(options: TrainOptions, num_rows: int, spec: NewHead) -> TrainC
         num_anchors=options.num_anchors or DEFAULT_ANCHORS,
         position_weights=options.position_weights or POSITION_WEIGHTS[0],
         variation=options.variation,
-        selector_weight=_selector_weight(options),
+        selector_weight=1.0 if options.selector_weight is None else options.selector_weight,
         optimizer=options.optimizer,
         learning_rate=options.learning_rate,
         max_steps=max_steps,
