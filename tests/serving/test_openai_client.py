@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 
 from trtspec import LLM, SamplingParams
 from trtspec.api.outputs import Logprob
-from trtspec.frontend.outputs import Piece
 from trtspec.serving import chat
 from trtspec.serving.completions import _Choice
 from trtspec.serving.reasoning import ReasoningMarkers
@@ -267,9 +266,8 @@ def test_offsets_of_characters_of_several_tokens() -> None:
 
     ids = list("añ😀b".encode())
     known = [{token: Logprob(-1.0, 1)} for token in ids]
-    piece = Piece("añ😀b", ids, known, sources=None, finish_reason=None)
     choice = _Choice(Bytes(), has_texts=False)
-    entries = choice.logprobs(TokenNames(Bytes()), piece, 0)
+    entries = choice.logprobs(TokenNames(Bytes()), ids, known, 0)
     assert entries["text_offset"] == [0, 1, 1, 2, 2, 2, 2, 3]
 
 

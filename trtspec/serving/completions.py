@@ -130,18 +130,14 @@ class _Choice:
         self.num_tokens, self.is_begun = 0, False
         self._offset, self._read = offset, TokenTexts(tokenizer)
 
-    def logprobs(self, names: TokenNames, piece: Piece, count: int) -> Json:
-        """Returns `choices[].logprobs` of a piece."""
-        return self.entries(names, piece.token_ids, piece.logprobs or [], count)
-
-    def entries(
+    def logprobs(
         self,
         names: TokenNames,
         token_ids: Sequence[int],
         logprobs: Sequence[dict[int, Logprob] | None],
         count: int,
     ) -> Json:
-        """The same of any tokens that are next. A prompt's first one has no log probability."""
+        """Returns `choices[].logprobs` of tokens. A prompt's first one has no log probability."""
         entries: dict[str, list[Any]] = {
             name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
@@ -205,7 +201,9 @@ class CompletionAnswer(Answer):
                 entry["finish_reason"] = piece.finish_reason
                 choice.num_tokens += len(piece.token_ids)
                 if has_logprobs:
-                    new = choice.logprobs(self._names, piece, self._num_top)
+                    new = choice.logprobs(
+                        self._names, piece.token_ids, piece.logprobs or [], self._num_top
+                    )
                     known = entry["logprobs"]
                     entry["logprobs"] = (
                         new if known is None else {key: known[key] + new[key] for key in new}
@@ -235,7 +233,7 @@ class CompletionAnswer(Answer):
     def _echoed(self, request: Request, count: int) -> Json:
         """Returns `choices[].logprobs` of a prompt."""
         entries, ids = prompt_entries(request, count), request.prompt_token_ids
-        return _Choice(self._llm.tokenizer, False).entries(self._names, ids, entries, count)
+        return _Choice(self._llm.tokenizer, False).logprobs(self._names, ids, entries, count)
 
     def _kept(self, piece: Piece) -> Piece:
         """Returns a piece without the token that was made where none is asked for."""
@@ -262,7 +260,9 @@ class CompletionAnswer(Answer):
         entry: Json = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
         self._num_open -= reason is not None
         if has_logprobs:
-            entry["logprobs"] = choice.logprobs(self._names, piece, self._num_top)
+            entry["logprobs"] = choice.logprobs(
+                self._names, piece.token_ids, piece.logprobs or [], self._num_top
+            )
         more: Json = {"choices": [entry]}
         if choice.texts is not None:
             more["trtspec"] = {"tokens": choice.texts.of(piece)}

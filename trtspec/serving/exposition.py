@@ -107,14 +107,12 @@ class EngineCollector(Collector):
         )
 
     def _finished(self, metrics: StepMetrics) -> Metric:
-        family = CounterMetricFamily(
+        return self._counter_by(
             "vllm:request_success",
             "Requests that ended, by how.",
-            labels=[*self.labels, "finished_reason"],
+            "finished_reason",
+            {reason: metrics.finished[reason] for reason in FINISHED_REASONS.values()},
         )
-        for reason in FINISHED_REASONS.values():
-            family.add_metric([*self.labels.values(), reason], metrics.finished[reason])
-        return family
 
     def _speculation(self, metrics: StepMetrics) -> Iterator[Metric]:
         if not metrics.max_draft_len:
@@ -135,14 +133,12 @@ class EngineCollector(Collector):
             "Draft tokens that were accepted.",
             sum(per_position),
         )
-        family = CounterMetricFamily(
+        yield self._counter_by(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens that were accepted, by position; 0 is the first.",
-            labels=[*self.labels, "position"],
+            "position",
+            {str(position): count for position, count in enumerate(per_position)},
         )
-        for position, count in enumerate(per_position):
-            family.add_metric([*self.labels.values(), str(position)], count)
-        yield family
 
     def _histograms(self, metrics: StepMetrics) -> Iterator[Metric]:
         for name, documentation, histogram in (
@@ -216,15 +212,13 @@ class EngineCollector(Collector):
             run = "graph" if is_graph else "eager"
             self._add_histogram(steps, histogram, {"kind": kind, "run": run})
         yield steps
-        sources = CounterMetricFamily(
+        drafted = metrics.drafted_output_tokens
+        yield self._counter_by(
             "trtspec:output_tokens",
             "Output tokens by source: accepted drafts, or the target's own.",
-            labels=[*self.labels, "source"],
+            "source",
+            {"draft": drafted, "target": metrics.generated_tokens - drafted},
         )
-        drafted = metrics.drafted_output_tokens
-        sources.add_metric([*self.labels.values(), "draft"], drafted)
-        sources.add_metric([*self.labels.values(), "target"], metrics.generated_tokens - drafted)
-        yield sources
         yield self._gauge("trtspec:cuda_graphs", "Graphs that were captured.", now.num_graphs)
         yield self._gauge("trtspec:max_draft_len", "K of the engine.", metrics.max_draft_len)
         yield self._gauge(
@@ -260,6 +254,15 @@ class EngineCollector(Collector):
     def _counter(self, name: str, documentation: str, value: float) -> Metric:
         family = CounterMetricFamily(name, documentation, labels=list(self.labels))
         family.add_metric(list(self.labels.values()), value)
+        return family
+
+    def _counter_by(
+        self, name: str, documentation: str, label: str, values: Mapping[str, float]
+    ) -> Metric:
+        """Returns a counter for each value of a label."""
+        family = CounterMetricFamily(name, documentation, labels=[*self.labels, label])
+        for value, count in values.items():
+            family.add_metric([*self.labels.values(), value], count)
         return family
 
     def _add_histogram(
