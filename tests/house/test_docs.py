@@ -44,7 +44,8 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
-def test_the_architecture_names_every_file_of_the_executor() -> None:
+@pytest.mark.parametrize("room", ["executor", "serving"])
+def test_the_architecture_names_every_file(room: str) -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
-    files = (ROOT / "trtspec" / "executor").glob("[a-z]*.py")
+    files = (ROOT / "trtspec" / room).glob("[a-z]*.py")
     assert [file.name for file in files if f"{file.name}`" not in page] == []

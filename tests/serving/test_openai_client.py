@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from trtspec import LLM, SamplingParams
 from trtspec.api.outputs import Logprob
 from trtspec.serving import chat
-from trtspec.serving.completions import _Choice
+from trtspec.serving.completions import LogprobsWriter
 from trtspec.serving.reasoning import ReasoningMarkers
 from trtspec.serving.token_names import TokenNames
 from trtspec.serving.tool_calls import HERMES, Content, ToolCallDelta
@@ -266,8 +266,7 @@ def test_offsets_of_characters_of_several_tokens() -> None:
 
     ids = list("añ😀b".encode())
     known = [{token: Logprob(-1.0, 1)} for token in ids]
-    choice = _Choice(Bytes(), has_texts=False)
-    entries = choice.logprobs(TokenNames(Bytes()), ids, known, 0)
+    entries = LogprobsWriter(TokenNames(Bytes()), Bytes(), 0).of(ids, known)
     assert entries["text_offset"] == [0, 1, 1, 2, 2, 2, 2, 3]
 
 

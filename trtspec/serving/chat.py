@@ -122,7 +122,7 @@ class ChatEndpoint(Endpoint):
 
         stream = self.llm.open(given, params, request.cache_salt, request.include_token_sources)
         stream.arrived = arrived
-        # The first call is an end that the engine does not know.
+        # Without parallel calls an answer ends after its first call, which the engine cannot know.
         stream.is_whole = not request.stream and request.parallel_tool_calls
         stream.keep_counts = not request.parallel_tool_calls
         stream.tokenizer = keep_markers(self.tokenizer, marked) if marked else self.tokenizer
@@ -281,7 +281,7 @@ class ChatAnswer(Answer):
         stream: OutputStream,
         choices: Sequence[Choice],
     ):
-        super().__init__(endpoint, request, [stream], choices)
+        super().__init__(endpoint, request, [stream])
         self._request, self._stream = request, stream
         self._choices: Sequence[Choice] = choices
         self._is_plain = not (request.logprobs or self._has_usage_always)

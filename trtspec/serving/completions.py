@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..api.outputs import Logprob
@@ -51,12 +52,13 @@ class CompletionEndpoint(Endpoint):
         """
         is_prompt_alone = request.echo and request.max_tokens == 0
         prompts = _prompts(request, self.config.max_prompts)
+        counts = request.prompt_logprobs, _num_echoed(request)
         params = make_params(
             request,
             self.config,
             max_tokens=1 if is_prompt_alone else request.max_tokens,  # an engine makes one
             logprobs=request.logprobs,
-            prompt_logprobs=_most(request.prompt_logprobs, _num_echoed(request)),
+            prompt_logprobs=max((n for n in counts if n is not None), default=None),
         )
         salt, sources = request.cache_salt, request.include_token_sources
         streams = [
@@ -113,41 +115,43 @@ def _num_echoed(request: CompletionRequest) -> int | None:
     return request.logprobs if request.echo else None
 
 
-def _most(*counts: int | None) -> int | None:
-    return max((count for count in counts if count is not None), default=None)
-
-
-class _Choice:
-    """One completion as it is read.
+class LogprobsWriter:
+    """Writes `choices[].logprobs` of one text.
 
     Args:
-        has_texts: whether the tokens' texts are asked for.
+        count: alternatives of each token.
         offset: characters before it.
     """
 
-    def __init__(self, tokenizer: Any, has_texts: bool, offset: int = 0):
-        self.texts = TokenTexts(tokenizer) if has_texts else None
-        self.num_tokens, self.is_begun = 0, False
-        self._offset, self._read = offset, TokenTexts(tokenizer)
+    def __init__(self, names: TokenNames, tokenizer: Any, count: int, offset: int = 0):
+        self._names, self._count = names, count
+        self._offset, self._texts = offset, TokenTexts(tokenizer)
 
-    def logprobs(
-        self,
-        names: TokenNames,
-        token_ids: Sequence[int],
-        logprobs: Sequence[dict[int, Logprob] | None],
-        count: int,
-    ) -> Json:
-        """Returns `choices[].logprobs` of tokens. A prompt's first one has no log probability."""
+    def of(
+        self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob] | None]
+    ) -> dict[str, list[Any]]:
+        """Returns what is said of the next tokens. A prompt's first has no log probability."""
+        names = self._names
         entries: dict[str, list[Any]] = {
             name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
         for token, known in zip(token_ids, logprobs, strict=False):
             entries["tokens"].append(names[token].text)
             entries["token_logprobs"].append(known and finite(known[token].logprob))
-            entries["top_logprobs"].append(known and logprobs_by_text(names, known, count))
+            entries["top_logprobs"].append(known and logprobs_by_text(names, known, self._count))
             entries["text_offset"].append(self._offset)
-            self._offset += len(self._read.add(token))
+            self._offset += len(self._texts.add(token))
         return entries
+
+
+@dataclass
+class _Choice:
+    """One completion as it is read."""
+
+    texts: TokenTexts | None  # where they are asked for
+    logprobs: LogprobsWriter | None
+    num_tokens: int = 0
+    is_begun: bool = False
 
 
 class CompletionAnswer(Answer):
@@ -161,17 +165,21 @@ class CompletionAnswer(Answer):
         streams: Sequence[OutputStream],
         echoes: Sequence[Echo],
     ):
-        tokenizer, has_texts = endpoint.llm.tokenizer, request.include_token_sources
-        choices = [
-            _Choice(tokenizer, has_texts, len(echo.text))
-            for echo in echoes
-            for _ in range(request.n)
-        ]
-        super().__init__(endpoint, request, streams, choices)
+        super().__init__(endpoint, request, streams)
         self._request, self._echoes = request, echoes
-        self._choices: Sequence[_Choice] = choices
-        self._num_top = request.logprobs or 0
+        self._choices: Sequence[_Choice] = [
+            self._choice(echo) for echo in echoes for _ in range(request.n)
+        ]
         self._drops_output = request.max_tokens == 0
+
+    def _choice(self, echo: Echo) -> _Choice:
+        tokenizer, asked = self._llm.tokenizer, self._request
+        texts = TokenTexts(tokenizer) if asked.include_token_sources else None
+        logprobs = None
+        if asked.logprobs is not None:
+            offset = len(echo.text)
+            logprobs = LogprobsWriter(self._names, tokenizer, asked.logprobs, offset)
+        return _Choice(texts, logprobs)
 
     async def whole(self) -> Json:
         try:
@@ -188,7 +196,7 @@ class CompletionAnswer(Answer):
 
     async def _all_of(self, number: int) -> list[Json]:
         """Returns the choices of one prompt."""
-        first, has_logprobs = number * self._n, self._request.logprobs is not None
+        first = number * self._n
         choices: list[Json] = [
             {"index": first + i, "text": self._echoes[number].text, "logprobs": None}
             for i in range(self._n)
@@ -200,10 +208,8 @@ class CompletionAnswer(Answer):
                 entry["text"] += piece.text
                 entry["finish_reason"] = piece.finish_reason
                 choice.num_tokens += len(piece.token_ids)
-                if has_logprobs:
-                    new = choice.logprobs(
-                        self._names, piece.token_ids, piece.logprobs or [], self._num_top
-                    )
+                if choice.logprobs is not None:
+                    new = choice.logprobs.of(piece.token_ids, piece.logprobs or [])
                     known = entry["logprobs"]
                     entry["logprobs"] = (
                         new if known is None else {key: known[key] + new[key] for key in new}
@@ -233,7 +239,7 @@ class CompletionAnswer(Answer):
     def _echoed(self, request: Request, count: int) -> Json:
         """Returns `choices[].logprobs` of a prompt."""
         entries, ids = prompt_entries(request, count), request.prompt_token_ids
-        return _Choice(self._llm.tokenizer, False).logprobs(self._names, ids, entries, count)
+        return LogprobsWriter(self._names, self._llm.tokenizer, count).of(ids, entries)
 
     def _kept(self, piece: Piece) -> Piece:
         """Returns a piece without the token that was made where none is asked for."""
@@ -248,8 +254,7 @@ class CompletionAnswer(Answer):
         choice.num_tokens += len(piece.token_ids)
         if not choice.is_begun:
             choice.is_begun, text = True, self._echoes[index // self._n].text + text
-        has_logprobs, has_texts = self._request.logprobs is not None, choice.texts is not None
-        if not (has_logprobs or has_texts or reason):
+        if choice.logprobs is None and choice.texts is None and reason is None:
             if not text:
                 return b""
             if not self._has_usage_always:
@@ -259,10 +264,8 @@ class CompletionAnswer(Answer):
                 ).encode("utf-8", "replace")
         entry: Json = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
         self._num_open -= reason is not None
-        if has_logprobs:
-            entry["logprobs"] = choice.logprobs(
-                self._names, piece.token_ids, piece.logprobs or [], self._num_top
-            )
+        if choice.logprobs is not None:
+            entry["logprobs"] = choice.logprobs.of(piece.token_ids, piece.logprobs or [])
         more: Json = {"choices": [entry]}
         if choice.texts is not None:
             more["trtspec"] = {"tokens": choice.texts.of(piece)}

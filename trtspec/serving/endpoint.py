@@ -68,7 +68,7 @@ class Endpoint:
             )
 
 
-class Choice(Protocol):
+class AnyChoice(Protocol):
     """One completion as it is read."""
 
     num_tokens: int
@@ -80,16 +80,16 @@ class Answer(ABC):
     ID_PREFIX: ClassVar[str]
     KIND: ClassVar[str]  # `object` of a whole answer
     CHUNK_KIND: ClassVar[str]
+    _choices: Sequence[AnyChoice]
 
     def __init__(
         self,
         endpoint: Endpoint,
         request: GenerationRequest,
         streams: Sequence[OutputStream],
-        choices: Sequence[Choice],
     ):
         self._llm, self._names = endpoint.llm, endpoint.names
-        self._streams, self._choices, self._n = streams, choices, request.n
+        self._streams, self._n = streams, request.n
         self._header: Json = {
             "id": f"{self.ID_PREFIX}-{uuid.uuid4().hex}",
             "object": self.KIND,
@@ -103,7 +103,7 @@ class Answer(ABC):
         self._has_usage = options.include_usage
         self._has_usage_always = options.continuous_usage_stats
         self._first: list[tuple[int, Piece]] = []
-        self._num_open, self.is_done = len(choices), False
+        self._num_open, self.is_done = len(streams) * request.n, False
 
     @abstractmethod
     async def whole(self) -> Json:

@@ -25,8 +25,8 @@ MAX_HEAD_BYTES = 64 * 1024
 class Outbox:
     """Connections with something to send. At the end of a turn of the event loop all are sent to.
 
-    A step brings text for all of its streams. Clients are woken once for all that is sent in a row:
-    a sixth of what each send costs if others' text is decoded before the next.
+    A step brings text for all of its streams. To send it in a row costs a sixth of what it costs to
+    send each text once it is decoded: a client's process is woken once, not for each.
     """
 
     def __init__(self) -> None:
