@@ -14,7 +14,7 @@ from trtspec.serving.reasoning import (
     GEMMA,
     MISTRAL,
     THINK,
-    Piece,
+    Part,
     ReasoningMarkers,
     ReasoningSplitter,
     split_for,
@@ -85,11 +85,11 @@ def test_any_pieces_give_the_same(text: str, places: list[int], inside: bool) ->
 
 def test_text_is_not_held_longer_than_needed() -> None:
     splitter = ReasoningSplitter(THINK, starts_inside=True)
-    assert splitter.feed("Hm, ") == [Piece("Hm,", True)]
-    assert splitter.feed("so </") == [Piece(" so", True)]
-    assert splitter.feed("b>") == [Piece(" </b>", True)]
+    assert splitter.feed("Hm, ") == [Part("Hm,", True)]
+    assert splitter.feed("so </") == [Part(" so", True)]
+    assert splitter.feed("b>") == [Part(" </b>", True)]
     assert splitter.feed("</think>\n") == []
-    assert splitter.feed("Yes ") == [Piece("Yes ", False)]
+    assert splitter.feed("Yes ") == [Part("Yes ", False)]
 
 
 def tokenizer(template: Any, *vocabulary: str) -> Any:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
-from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
@@ -15,8 +12,8 @@ from .render import make_console
 class Progress:
     """`with Progress() as progress: progress("loading …")`; also a callback for the library."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or make_console(stderr=True)
+    def __init__(self) -> None:
+        self._console = make_console(stderr=True)
         self._status: Status | None = None
         self._last = ""
 
@@ -26,12 +23,7 @@ class Progress:
             self._status.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -18,7 +18,7 @@ from ..checks import is_int
 from ..errors import ConfigError, EngineError, QueueFullError, RequestError, shown
 from ..executor.request import Request
 from .engine_thread import SHUT_DOWN, Bell, Feed
-from .inputs import NOTHING, Inputs, Messages, Prompt, Tokens, checked_id
+from .inputs import NOTHING, Inputs, Messages, Prompt, TokenizedPrompt, checked_id
 from .outputs import NOTHING_NEW, Acceptance, OutputReader, Piece, join
 from .time_limit import TimeLimit
 
@@ -196,7 +196,7 @@ class AsyncFront(ABC):
 
     def open(
         self,
-        tokens: Callable[[], Awaitable[Tokens]],
+        tokens: Callable[[], Awaitable[TokenizedPrompt]],
         sampling_params: SamplingParams | None,
         cache_salt: str | None,
         keep_sources: bool,
@@ -219,7 +219,7 @@ class AsyncFront(ABC):
         return bool(found)
 
     # -- tokens and text -------------------------------------------------------------------------
-    async def tokenize(self, prompt: Prompt) -> Tokens:
+    async def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """Returns a prompt's text, if it is text, and its tokens.
 
         Raises:
@@ -244,11 +244,13 @@ class AsyncFront(ABC):
         messages: Messages,
         tools: Sequence[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] = NOTHING,
-    ) -> Tokens:
+    ) -> TokenizedPrompt:
         """Returns a conversation's text and its tokens."""
         text = await self.render_chat(messages, tools, variables)
         self._check_length(text)
-        return Tokens(text, await self.in_thread(lambda: self.inputs.encode_rendered(text)))
+        return TokenizedPrompt(
+            text, await self.in_thread(lambda: self.inputs.encode_rendered(text))
+        )
 
     def _check_length(self, prompt: Prompt) -> None:
         """Refuses what is far too long, before it holds the thread that tokenises for seconds."""
@@ -375,7 +377,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
     def __init__(
         self,
         llm: AsyncFront,
-        tokens: Callable[[], Awaitable[Tokens]],
+        tokens: Callable[[], Awaitable[TokenizedPrompt]],
         params: SamplingParams,
         cache_salt: str | None,
         keep_sources: bool,

@@ -39,7 +39,7 @@ NOT_VARIABLES = frozenset(
 )
 
 
-class Tokens(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """A prompt as an engine takes it, and its text if it came as text."""
 
     text: str | None
@@ -64,7 +64,7 @@ class Inputs:
     def __init__(self, model_dir: Path, tokenizer: Any):
         self.model_dir, self.tokenizer = model_dir, tokenizer
 
-    def tokenize(self, prompt: Prompt) -> Tokens:
+    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """Returns a prompt's tokens.
 
         Raises:
@@ -72,7 +72,7 @@ class Inputs:
         """
         prompt = plain(prompt)
         if isinstance(prompt, EmbedsPrompt):
-            return Tokens(None, prompt)
+            return TokenizedPrompt(None, prompt)
         if isinstance(prompt, bytes) or not isinstance(prompt, str | Sequence):
             raise RequestError(f"prompt={prompt!r}: give text or a list of token ids.")
         if not isinstance(prompt, str):
@@ -80,7 +80,7 @@ class Inputs:
                 raise RequestError(
                     f"The prompt is a list of {len(prompt)} text(s): give one text, or token ids."
                 )
-            return Tokens(None, list(prompt))
+            return TokenizedPrompt(None, list(prompt))
         if self.tokenizer is None:
             raise RequestError(
                 f"{self.model_dir} holds no tokenizer: give token ids instead of text."
@@ -89,7 +89,7 @@ class Inputs:
             raise RequestError("The prompt is empty: give at least one token.")
         _check_unicode(prompt)
         # The length is checked later.
-        return Tokens(prompt, self.tokenizer.encode(prompt, verbose=False))
+        return TokenizedPrompt(prompt, self.tokenizer.encode(prompt, verbose=False))
 
     def render_chat(
         self,

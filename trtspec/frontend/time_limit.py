@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from ..errors import EngineError, RequestError
 
 T = TypeVar("T")
+MAX_THREADS = 8
 
 
 class _TimeIsUp(BaseException):
@@ -26,12 +27,13 @@ class TimeLimit:
     counts as taken until it returns.
 
     Args:
-        seconds: for one function. num_threads: at most at the same time.
+        what: names the functions in messages.
+        seconds: for one function.
     """
 
-    def __init__(self, what: str, seconds: float, num_threads: int = 8):
+    def __init__(self, what: str, seconds: float):
         self.what, self.seconds = what, seconds
-        self._free = asyncio.Semaphore(num_threads)
+        self._free = asyncio.Semaphore(MAX_THREADS)
 
     async def run(self, function: Callable[[], T]) -> T:
         """Returns what the function returns; raises what it raises.

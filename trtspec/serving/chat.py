@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import EngineError, RequestError
 from ..frontend.async_front import AsyncFront, OutputStream
-from ..frontend.inputs import Tokens, check_variables
+from ..frontend.inputs import TokenizedPrompt, check_variables
 from ..frontend.outputs import Piece
 from .answers import (
     Json,
@@ -117,7 +117,7 @@ class ChatEndpoint(Endpoint):
         if markers is not None:
             marked += markers
 
-        async def given() -> Tokens:
+        async def given() -> TokenizedPrompt:
             return tokens
 
         stream = self.llm.open(given, params, request.cache_salt, request.include_token_sources)

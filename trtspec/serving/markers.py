@@ -18,9 +18,9 @@ def held_length(text: str, markers: Sequence[str]) -> int:
     return 0
 
 
-def first_marker(text: str, markers: Iterable[str], start: int = 0) -> tuple[int, str] | None:
-    """Returns position and text of the first marker from `start` on, the longest of several."""
-    found = [(at, -len(m), m) for m in markers if (at := text.find(m, start)) >= 0]
+def first_marker(text: str, markers: Iterable[str]) -> tuple[int, str] | None:
+    """Returns position and text of the first marker, the longest of several there."""
+    found = [(at, -len(m), m) for m in markers if (at := text.find(m)) >= 0]
     if not found:
         return None
     at, _, marker = min(found)

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from prometheus_client import ProcessCollector
@@ -79,12 +79,7 @@ class HttpProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # it is closed
             self.connection.shutdown(socket.SHUT_RDWR)  # also where a thread reads
         self.connection.close()

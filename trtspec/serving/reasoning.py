@@ -23,7 +23,7 @@ class ReasoningMarkers(NamedTuple):
     end: str
 
 
-class Piece(NamedTuple):
+class Part(NamedTuple):
     """Text that is all reasoning, or all answer."""
 
     text: str
@@ -73,46 +73,46 @@ class ReasoningSplitter:
 
     def __init__(self, markers: ReasoningMarkers, starts_inside: bool):
         self.markers = markers
-        self._part = "inside" if starts_inside else "before"  # then "inside", "after", "answer"
+        self._place = "inside" if starts_inside else "before"  # then "inside", "after", "answer"
         self._held = ""
         self._has_begun = False  # reasoning has text
 
-    def feed(self, piece: str) -> list[Piece]:
+    def feed(self, text: str) -> list[Part]:
         """Returns what is sure now of the text so far."""
-        self._held += piece
+        self._held += text
         return self._take(is_last=False)
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[Part]:
         """Returns the rest, when the output is complete."""
         return self._take(is_last=True)
 
-    def _take(self, *, is_last: bool) -> list[Piece]:
-        pieces: list[Piece] = []
-        if self._part == "before":
+    def _take(self, *, is_last: bool) -> list[Part]:
+        parts: list[Part] = []
+        if self._place == "before":
             self._look_for_start(is_last)
-        if self._part == "inside":
-            pieces += self._reasoning(is_last)
-        if self._part == "after":
+        if self._place == "inside":
+            parts += self._reasoning(is_last)
+        if self._place == "after":
             self._held = self._held.lstrip()
             if self._held:
-                self._part = "answer"
-        if self._part == "answer" and self._held:
-            pieces.append(Piece(self._held, is_reasoning=False))
+                self._place = "answer"
+        if self._place == "answer" and self._held:
+            parts.append(Part(self._held, is_reasoning=False))
             self._held = ""
-        return pieces
+        return parts
 
     def _look_for_start(self, is_last: bool) -> None:
         text, start = self._held.lstrip(), self.markers.start
         if text.startswith(start):
-            self._part, self._held = "inside", text[len(start) :]
+            self._place, self._held = "inside", text[len(start) :]
         elif is_last or not start.startswith(text):
-            self._part = "answer"
+            self._place = "answer"
 
-    def _reasoning(self, is_last: bool) -> list[Piece]:
+    def _reasoning(self, is_last: bool) -> list[Part]:
         end = self._held.find(self.markers.end)
         if end >= 0:
             text, self._held = self._held[:end].rstrip(), self._held[end + len(self.markers.end) :]
-            self._part = "after"
+            self._place = "after"
         elif is_last:
             text, self._held = self._held.rstrip(), ""
         else:
@@ -122,4 +122,4 @@ class ReasoningSplitter:
         if not self._has_begun:
             text = text.lstrip()
             self._has_begun = bool(text)
-        return [Piece(text, is_reasoning=True)] if text else []
+        return [Part(text, is_reasoning=True)] if text else []

@@ -75,7 +75,7 @@ class Format(NamedTuple):
 
 
 def _tagged(
-    start: str, end: str, parse: Parse, is_open: Callable[[str], bool] = lambda inner: False
+    start: str, end: str, parse: Parse, is_open: Callable[[str], bool]
 ) -> dict[str, Callable[[Tools], Reader]]:
     return {start: lambda tools: TagReader(start, end, parse, is_open, tools)}
 

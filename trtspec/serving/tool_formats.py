@@ -49,7 +49,7 @@ class Tools:
         tools: as in OpenAI's requests: {"type": "function", "function": {"name": …, …}}.
     """
 
-    def __init__(self, tools: Sequence[Tool] = ()):
+    def __init__(self, tools: Sequence[Tool]):
         functions = [tool.get("function", tool) for tool in tools]
         self._properties: dict[str, Mapping[str, Any]] = {}
         for function in functions:
