@@ -72,8 +72,10 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
 
 
 def parse_draft_len(text: str) -> int | Literal["auto"]:
-    """Reads "4" or "auto". Raises CliError for anything else, and for 0, which in a config means
-    the drafter's own and here would seem to mean none."""
+    """Reads "4" or "auto". Raises CliError for anything else.
+
+    0 is refused, too: in a config it means the drafter's own, and here it would seem to mean none.
+    """
     number = int_or_auto("--max-draft-len", text, "drafts")
     if number == 0:
         raise CliError(

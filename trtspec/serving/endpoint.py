@@ -111,8 +111,7 @@ class Answer(ABC):
 
     # -- what is new -----------------------------------------------------------------------------
     async def _next(self, stream: OutputStream) -> list[tuple[int, Piece]]:
-        """Waits for news of a prompt. Returns what is new by the choice's number; [] once all is
-        read.
+        """Waits for news of a prompt's choices. Returns what is new of each; [] once all is read.
 
         Raises:
             ApiError: a request failed. EngineError: the engine did.

@@ -47,8 +47,8 @@ class Sent(Followed):
 
     Args:
         key: its name in messages.
-        is_whole: the end is the only news. Log probabilities are sent as they come all the same:
-            all of a long answer's would take the engine's thread 300 ms.
+        is_whole: the end is the only news, unless there are log probabilities. They are sent as
+            they come: all of a long answer's at once would take the engine's thread 300 ms.
         keep_counts: its news says how many drafts were accepted.
     """
 

@@ -19,7 +19,7 @@ from .remote_llm import RemoteLLM
 from .run import Server
 
 LAST_SECONDS = 3.0
-"""Once the engine's process is gone, clients have so long to read that."""
+"""How long clients have to read that the engine's process is gone."""
 
 
 def main(channel: socket.socket, listener: socket.socket) -> None:

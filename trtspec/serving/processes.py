@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 SWITCH_SECONDS = 0.0005
 """How long the engine's thread waits for the main thread: Python's 5 ms are several GPU steps."""
 GRACE_SECONDS = 10.0
-"""The process of HTTP ends so long after the requests' time, or is killed."""
+"""If the process of HTTP has not ended so long after the requests' time, it is killed."""
 
 
 class HttpProcess:

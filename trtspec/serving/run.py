@@ -76,7 +76,10 @@ class Outgoing:
 
 
 def guarded(config: ServerConfig) -> type[asyncio.Protocol]:
-    """Returns uvicorn's protocol, for which slow or endless heads and slow readers are gone."""
+    """Returns uvicorn's protocol, with limits.
+
+    A head that is slow or endless ends its connection, and so does a client that does not read.
+    """
     outbox = Outbox()
 
     class Guarded(NoUpgrades):

@@ -71,7 +71,7 @@ def make_params(
 
 
 def _seed(given: int | None) -> int | None:
-    """Returns a seed from 0 on. Negative ones, which OpenAI's API takes, are others than those."""
+    """Returns a seed >= 0. OpenAI's API takes negative ones, too: 2**63 is added to them."""
     if given is None or given == -1:  # what vLLM's clients send for none
         return None
     return given + MAX_SEED + 1 if -MAX_SEED - 1 <= given < 0 else given

@@ -9,7 +9,7 @@ from .streams import CONNECTION
 
 
 def leave_out_chunks(cycle: Any) -> None:
-    """Lets uvicorn, which takes every client for one of HTTP/1.1, send such a body as it is."""
+    """Lets uvicorn, which answers every client in HTTP/1.1, send such a body without chunks."""
     send, has_length = cycle.send, False
 
     async def send_as_it_is(message: MutableMapping[str, Any]) -> None:
