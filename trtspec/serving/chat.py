@@ -182,6 +182,18 @@ class Delta:
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
+    logprobs: list[Json] = field(default_factory=list)  # of tokens, where they are asked for
+    tokens: list[Json] = field(default_factory=list)  # with sources, where they are asked for
+    finish_reason: str | None = None
+
+    def add(self, new: Delta) -> None:
+        """Appends what is new behind this."""
+        self.content += new.content
+        self.reasoning += new.reasoning
+        self.calls += new.calls
+        self.logprobs += new.logprobs
+        self.tokens += new.tokens
+        self.finish_reason = new.finish_reason
 
     def fields(self) -> Json:
         fields: Json = {}
@@ -244,6 +256,9 @@ class Choice:
                     delta.reasoning += part.text
         if is_last and self._parser is not None:
             self._take_events(delta, self._parser.finish())
+        if self.texts is not None:
+            delta.tokens = self.texts.of(piece)
+        delta.finish_reason = self._finish_reason(piece)
         return delta
 
     def _content(self, delta: Delta, text: str) -> None:
@@ -262,8 +277,8 @@ class Choice:
                 delta.calls.append(event)
                 self.has_calls = True
 
-    def reason(self, piece: Piece) -> str | None:
-        """Returns `finish_reason`. OpenAI's is "stop" where the request named the function."""
+    def _finish_reason(self, piece: Piece) -> str | None:
+        """OpenAI's is "stop" where the request named the function."""
         if self.is_cut:
             return "tool_calls"
         if piece.finish_reason == "stop" and self.has_calls and not self._is_named:
@@ -287,40 +302,11 @@ class ChatAnswer(Answer):
         self._is_plain = not (request.logprobs or self._has_usage_always)
 
     async def whole(self) -> Json:
-        deltas = [Delta() for _ in self._choices]
-        reasons: list[str | None] = [None] * len(deltas)
-        logprobs: list[list[Json]] = [[] for _ in deltas]
-        tokens: list[list[Json]] = [[] for _ in deltas]
+        wholes = [Delta() for _ in self._choices]
         while pieces := await self._next(self._stream):
             for index, piece in pieces:
-                choice, all_of_it = self._choices[index], deltas[index]
-                delta = self._take(index, piece)
-                all_of_it.content += delta.content
-                all_of_it.reasoning += delta.reasoning
-                all_of_it.calls += delta.calls
-                if self._request.logprobs:
-                    logprobs[index] += self._logprobs(piece)
-                if choice.texts is not None:
-                    tokens[index] += choice.texts.of(piece)
-                reasons[index] = choice.reason(piece)
-        choices = []
-        for index, delta in enumerate(deltas):
-            message: Json = {"role": "assistant", "content": delta.content or None, "refusal": None}
-            if not delta.calls:
-                message["content"] = delta.content
-            else:
-                message["tool_calls"] = [tool_call(call) for call in delta.calls]
-            if delta.reasoning:
-                message["reasoning_content"] = delta.reasoning
-            choices.append(
-                {
-                    "index": index,
-                    "message": message,
-                    "logprobs": {"content": logprobs[index]} if self._request.logprobs else None,
-                    "finish_reason": reasons[index],
-                }
-                | ({"trtspec": {"tokens": tokens[index]}} if tokens[index] else {})
-            )
+                wholes[index].add(self._take(index, piece))
+        choices = [self._whole_choice(index, whole) for index, whole in enumerate(wholes)]
         answer: Json = self._header | {"choices": choices} | self._totals()
         if (count := self._request.prompt_logprobs) is not None:
             prompt = self._stream.requests[0]
@@ -329,21 +315,39 @@ class ChatAnswer(Answer):
             )
         return answer
 
+    def _whole_choice(self, index: int, whole: Delta) -> Json:
+        message: Json = {"role": "assistant", "content": whole.content, "refusal": None}
+        if whole.calls:
+            message["content"] = whole.content or None
+            message["tool_calls"] = [tool_call(call) for call in whole.calls]
+        if whole.reasoning:
+            message["reasoning_content"] = whole.reasoning
+        choice = {
+            "index": index,
+            "message": message,
+            "logprobs": {"content": whole.logprobs} if self._request.logprobs else None,
+            "finish_reason": whole.finish_reason,
+        }
+        return choice | ({"trtspec": {"tokens": whole.tokens}} if whole.tokens else {})
+
     def _take(self, index: int, piece: Piece) -> Delta:
         """Returns what is new of a choice, and ends its request where the choice ends earlier."""
-        delta = self._choices[index].take(piece)
-        if self._choices[index].is_cut:
+        choice, request = self._choices[index], self._request
+        delta = choice.take(piece)
+        if request.logprobs:
+            delta.logprobs = chat_logprobs(self._names, piece, request.top_logprobs or 0)
+        if choice.is_cut:
             self._stream.end(index)
         return delta
 
-    def _logprobs(self, piece: Piece) -> list[Json]:
-        return chat_logprobs(self._names, piece, self._request.top_logprobs or 0)
-
     # -- streamed --------------------------------------------------------------------------------
     def _beginning(self) -> list[bytes]:
-        usage = {"usage": self._usage()} if self._has_usage_always else {}
+        more = {"usage": self._usage()} if self._has_usage_always else {}
         delta = {"role": "assistant", "content": ""}
-        return [self._chunk(i, delta, None, None, usage) for i in range(len(self._choices))]
+        return [
+            event_of(self._chunk_header | {"choices": [_entry(index, delta)]} | more)
+            for index in range(len(self._choices))
+        ]
 
     def _event(self, index: int, piece: Piece) -> bytes:
         choice, request = self._choices[index], self._request
@@ -352,39 +356,30 @@ class ChatAnswer(Answer):
             return self._text(index, piece.text) if piece.text else b""
         delta = self._take(index, piece)
         has_more = delta.calls or delta.reasoning or request.logprobs or choice.texts is not None
-        if not (has_more or piece.finish_reason):
+        if not (has_more or delta.finish_reason):
             if not delta.content:
                 return b""
             if not self._has_usage_always:
                 return self._text(index, delta.content)
-        more: Json = {}
+        entry = _entry(index, delta.fields())
+        if request.logprobs:
+            entry["logprobs"] = {"content": delta.logprobs}
+        entry["finish_reason"] = delta.finish_reason
+        self._num_open -= delta.finish_reason is not None
+        more: Json = {"choices": [entry]}
         if choice.texts is not None:
-            more["trtspec"] = {"tokens": choice.texts.of(piece)}
-        reason = choice.reason(piece)
-        self._num_open -= reason is not None
+            more["trtspec"] = {"tokens": delta.tokens}
         self._add_figures(more)
-        logprobs = self._logprobs(piece) if request.logprobs else None
-        return self._chunk(index, delta.fields(), reason, logprobs, more)
+        return event_of(self._chunk_header | more)
 
     def _text(self, index: int, text: str) -> bytes:
-        """Returns the event of text alone, as `_chunk` writes it."""
+        """Returns the event of text alone, as `_event` would write it."""
         return (
             f'{self._head},"choices":[{{"index":{index},"delta":{{"content":{text_of(text)}}},'
             '"logprobs":null,"finish_reason":null}]}\n\n'
         ).encode("utf-8", "replace")
 
-    def _chunk(
-        self,
-        index: int,
-        delta: Json,
-        reason: str | None,
-        logprobs: list[Json] | None,
-        more: Json,
-    ) -> bytes:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": None if logprobs is None else {"content": logprobs},
-            "finish_reason": reason,
-        }
-        return event_of(self._chunk_header | {"choices": [choice]} | more)
+
+def _entry(index: int, delta: Json) -> Json:
+    """Returns an entry of a chunk's `choices`."""
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
