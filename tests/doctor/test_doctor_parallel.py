@@ -15,7 +15,7 @@ from tiny_trained import Change, Tensors, Trained, greedy_texts, load_target, tr
 
 from trtspec.doctor import diagnose
 from trtspec.doctor.diagnosis import Diagnosis
-from trtspec.train.trainer import Evaluation
+from trtspec.train.evaluation import Evaluation
 
 CAPTURED = [1, 3, 4]
 EAGLE_CONFIG = {"eagle_aux_hidden_state_layer_ids": CAPTURED}

@@ -28,8 +28,8 @@ from trtspec.doctor.masks import special_tokens, without_twins
 from trtspec.doctor.trials import Setting, Trial, vocabulary_trials, window_trials
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.base import DraftHead
+from trtspec.train.evaluation import Evaluation
 from trtspec.train.losses import StepScore
-from trtspec.train.trainer import Evaluation
 
 
 def _diagnosis(*right: int, judged: int = 1000, **fields: Any) -> Diagnosis:

@@ -62,7 +62,8 @@ def run_train(options: TrainOptions) -> int:
     from ..train.create_head import create_head, fit_to_states
     from ..train.earlier_head import begin_with, check_alike
     from ..train.new_head import NewHead, check_kind, check_target, head_config
-    from ..train.trainer import Trainer, check_run_directory
+    from ..train.run_directory import check_run_directory
+    from ..train.trainer import Trainer
     from ..train.unroll import teach
 
     check_kind(options.kind)  # first: what other options can be depends on it

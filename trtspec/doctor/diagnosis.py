@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from ..executor.dead_drafter import is_dead
-from ..train.trainer import Evaluation
+from ..train.evaluation import Evaluation
 
 CERTAIN = 3.0
 """Standard errors that chance does not make."""

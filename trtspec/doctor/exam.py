@@ -16,9 +16,9 @@ from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
 from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.mtp import MTPHead
+from ..train.evaluation import Evaluation
 from ..train.losses import StepScore, score
 from ..train.records import DraftStep, Sequences
-from ..train.trainer import Evaluation
 from ..train.unroll import teach, unroll
 from .diagnosis import CERTAIN, Diagnosis, Finding
 from .heads import Patient, trials_of

@@ -20,7 +20,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -29,25 +29,24 @@ import torch
 
 from ..api.sampling_params import MAX_SEED
 from ..config import MAX_DRAFT_LEN, require_int
-from ..errors import CheckpointError, ConfigError, shown
+from ..errors import CheckpointError, ConfigError
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
 from .blocks import Anchors
 from .create_head import trainable
+from .evaluation import Evaluation, evaluate
 from .losses import (
     DECAY,
     POSITION_WEIGHTS,
     Objective,
-    StepScore,
-    conditional_acceptance,
     decay_of_block,
     judge,
-    score,
 )
 from .muon import MuonAndAdamW
 from .new_head import BLOCK_KINDS, block_rows
 from .records import Sequences
-from .save_head import HEAD_FILES, save_head
+from .run_directory import CHECKPOINT, LOG, PARTIAL, check_run_directory, read_log
+from .save_head import save_head
 from .unroll import Use, teach, unroll
 
 logger = logging.getLogger(__name__)
@@ -57,8 +56,6 @@ VARIATION = {"dspark": 0.9}
 OPTIMIZERS = ("adamw", "muon")
 BEFORE: dict[str, Any] = {"optimizer": "adamw", "windows": [], "rotation and norms": None}
 """Settings of runs that were begun before they could be given."""
-CHECKPOINT, PARTIAL = "checkpoint.pt", "checkpoint.tmp"
-LOG, LINE_BEGINS = "log.jsonl", '{"step": '
 Progress = Callable[[dict[str, Any]], None]
 
 
@@ -153,109 +150,6 @@ class TextSource(Protocol):
     def batches(self, batch_size: int, first: int) -> Iterator[Sequences]:
         """Yields batches number `first`, `first` + 1, …, without end."""
         ...
-
-
-@dataclass
-class Evaluation:
-    """Teacher-forced acceptance along held-out sequences."""
-
-    right: list[int] = field(default_factory=list)
-    judged: list[int] = field(default_factory=list)
-    loss: float = 0.0
-
-    @property
-    def conditional(self) -> list[float]:
-        """Returns per step the share of right proposals where all before were right."""
-        return [r / max(1, n) for r, n in zip(self.right, self.judged, strict=True)]
-
-    @property
-    def acceptance_length(self) -> float:
-        """Returns the expected tokens per step at this acceptance: 1 + c0 + c0 c1 + …"""
-        total, alive = 1.0, 1.0
-        for rate in self.conditional:
-            alive *= rate
-            total += alive
-        return total
-
-    def add(self, scores: list[StepScore]) -> None:
-        counts = conditional_acceptance(scores)
-        if not self.right:
-            self.right, self.judged = [0] * len(counts), [0] * len(counts)
-        for i, (right, judged) in enumerate(counts):
-            self.right[i] += right
-            self.judged[i] += judged
-
-
-@torch.no_grad()
-def evaluate(
-    target: Decoder,
-    head: DraftHead,
-    batches: list[Sequences],
-    num_steps: int,
-    variation: float = 0.0,
-) -> Evaluation:
-    """Measures a head along sequences that it was not trained on.
-
-    Args:
-        variation: the share of total variation in the loss.
-    """
-    device, result, losses = target.embed_tokens.weight.device, Evaluation(), 0.0
-    for sequences in batches:
-        sequences = sequences.to(device)
-        teacher = teach(target, head, sequences)
-        steps = unroll(head, sequences, teacher.hidden, num_steps)
-        scores = [score(head, step, teacher, variation=variation) for step in steps]
-        result.add(scores)
-        losses += sum(float(each.loss) for each in scores) / max(1, len(scores))
-    result.loss = losses / max(1, len(batches))
-    return result
-
-
-def check_run_directory(out: Path) -> None:
-    """Checks that a run can begin or go on in a directory, which need not be there.
-
-    Raises:
-        CheckpointError: the head of something else, or its log, would be overwritten.
-    """
-    heads = [name for name in HEAD_FILES if (out / name).exists()]
-    # A kill may come between the first head and its checkpoint.
-    begun = any((out / name).exists() for name in (CHECKPOINT, PARTIAL))
-    if heads and not begun:
-        raise CheckpointError(
-            f"{out} holds a head ({', '.join(heads)}) and no {CHECKPOINT} to go on from. Give "
-            "another --out, or move the head away."
-        )
-    if (out / LOG).exists():
-        _read_log(out / LOG)
-
-
-def _read_log(path: Path) -> list[dict[str, Any]]:
-    """Returns a log's lines, without a last one that a kill cut short.
-
-    Raises:
-        CheckpointError: it cannot be read, or a line is not of a training run.
-    """
-    try:
-        texts = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}). Give another --out.") from error
-    lines = []
-    for number, text in enumerate(texts, start=1):
-        if not text.strip("\0 "):  # of a machine that stopped while it wrote
-            continue
-        try:
-            line = json.loads(text)
-        except ValueError:
-            if number == len(texts) and text.startswith(LINE_BEGINS[: len(text)]):
-                continue
-            line = None
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise CheckpointError(
-                f"{path}:{number} is no line of a training run's log: {shown(text)}. Give another "
-                "--out, or move that file away."
-            )
-        lines.append(line)
-    return lines
 
 
 class Trainer:
@@ -541,7 +435,7 @@ class Trainer:
         path = self.out / LOG
         if not path.exists():
             return
-        self.log = [line for line in _read_log(path) if line["step"] <= self.step]
+        self.log = [line for line in read_log(path) if line["step"] <= self.step]
         partial = path.with_suffix(".tmp")
         partial.write_text("".join(json.dumps(line) + "\n" for line in self.log))
         os.replace(partial, path)

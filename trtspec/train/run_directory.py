@@ -1,0 +1,60 @@
+"""The directory of a training run: its files, and whether a run can begin or go on there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, shown
+from .save_head import HEAD_FILES
+
+CHECKPOINT, PARTIAL = "checkpoint.pt", "checkpoint.tmp"
+LOG, LINE_BEGINS = "log.jsonl", '{"step": '
+
+
+def check_run_directory(out: Path) -> None:
+    """Checks that a run can begin or go on in a directory, which need not be there.
+
+    Raises:
+        CheckpointError: the head of something else, or its log, would be overwritten.
+    """
+    heads = [name for name in HEAD_FILES if (out / name).exists()]
+    # A kill may come between the first head and its checkpoint.
+    begun = any((out / name).exists() for name in (CHECKPOINT, PARTIAL))
+    if heads and not begun:
+        raise CheckpointError(
+            f"{out} holds a head ({', '.join(heads)}) and no {CHECKPOINT} to go on from. Give "
+            "another --out, or move the head away."
+        )
+    if (out / LOG).exists():
+        read_log(out / LOG)
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Returns a log's lines, without a last one that a kill cut short.
+
+    Raises:
+        CheckpointError: it cannot be read, or a line is not of a training run.
+    """
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). Give another --out.") from error
+    lines = []
+    for number, text in enumerate(texts, start=1):
+        if not text.strip("\0 "):  # of a machine that stopped while it wrote
+            continue
+        try:
+            line = json.loads(text)
+        except ValueError:
+            if number == len(texts) and text.startswith(LINE_BEGINS[: len(text)]):
+                continue
+            line = None
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise CheckpointError(
+                f"{path}:{number} is no line of a training run's log: {shown(text)}. Give another "
+                "--out, or move that file away."
+            )
+        lines.append(line)
+    return lines
