@@ -35,6 +35,7 @@ from ..checks import is_number
 from ..data.acceptance_prompts import prompt_fingerprints, text_fingerprints
 from ..data.jsonl import LineError, check_messages, parse_line, short
 from ..errors import TrtspecError
+from ..utils import renamed
 
 logger = logging.getLogger(__name__)
 
@@ -372,3 +373,16 @@ def _check_tokens(record: dict[str, Any]) -> tuple[list[int], list[bool]]:
     if len(mask) != len(ids):
         raise LineError(f"{len(ids)} input_ids and a loss_mask of {len(mask)}; they must be equal.")
     return ids, [m == 1 for m in mask]
+
+
+__getattr__ = renamed(
+    __name__,
+    {
+        name: f"trtspec.train.{home}.{name}"
+        for home, names in {
+            "draft_vocabulary": ("DraftVocabulary", "d2t_offsets", "draft_vocabulary"),
+            "packing": ("PADDING", "Packed", "first_fit", "pack", "split"),
+        }.items()
+        for name in names
+    },
+)

@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from ..models.config import DecoderConfig
 from ..models.drafters.base import HeadConfig
 from ..models.drafters.mtp import mtp_decoder_config
+from ..utils import renamed
 
 BLOCK_NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
 BLOCK_KINDS = tuple(BLOCK_NAMES)
@@ -274,3 +275,17 @@ def windows_of(config: HeadConfig) -> tuple[int | None, ...]:
             window -= block_rows(config)
         found.append(window)
     return tuple(found)
+
+
+__getattr__ = renamed(
+    __name__,
+    {
+        name: f"trtspec.train.{home}.{name}"
+        for home, names in {
+            "create_head": ("create_head", "fit_to_states", "lm_head_weight", "trainable"),
+            "earlier_head": ("begin_with", "check_alike", "other_windows"),
+            "save_head": ("FORMATS", "HEAD_FILES", "check_format", "save_head"),
+        }.items()
+        for name in names
+    },
+)
