@@ -30,7 +30,7 @@ from trtspec.errors import ConfigError
 from trtspec.ops.tokens.suffix import Search
 from trtspec.workers import create_worker
 from trtspec.workers.lookup import COUNT_IN_RING, COUNT_IN_TEXT, LONGEST, LookupBesideNetwork
-from trtspec.workers.protocols import DraftInputs
+from trtspec.workers.protocols import DraftInputs, EndedText
 
 K, POOL = 3, 1024
 IN_STEP = [
@@ -162,6 +162,28 @@ def test_the_network_drafts_as_it_would_alone(
     both = seen[0].keys() & seen[1].keys()
     assert len(both) > 10 and len(seen[0]) < len(seen[1]) - 20
     assert all(seen[0][length] == seen[1][length] for length in both)
+
+
+def test_a_draft_model_reads_what_was_looked_up(target_dir: Path, drafters: Drafters) -> None:
+    """It used to read the last two tokens of a step, and kept keys of its own drafts before them,
+    which had not been accepted. Blocks of the prefix cache had them too."""
+    prompt, params = random_prompts(1)[0], SamplingParams(max_tokens=20, ignore_eos=True)
+    texts, keys = [], []
+    for fields in ({}, {"sa_config": lookup_of(threshold=1)}):
+        config = config_of("draft_target", K, drafters, **fields)
+        executor = cpu_engine(target_dir, config, overlap=False).executor
+        if texts:
+            executor.runner.remember([EndedText(texts[0], len(prompt), None)])
+        request = executor.enqueue(prompt, params)
+        while len(request.output_token_ids) < 14:
+            executor.step()
+        blocks = list(executor.kv_cache.table_of(request.request_id)[1])
+        keys.append(executor.kv_cache.groups[1].k_cache[:, blocks].flatten(1, 2))
+        texts.append(request.token_ids)
+    assert request.num_steps < 9, "most drafts are accepted"
+    known = len(prompt) + 13
+    assert texts[0][:known] == texts[1][:known]
+    torch.testing.assert_close(keys[1][:, :known], keys[0][:, :known], atol=1e-4, rtol=1e-4)
 
 
 def test_a_tenant_sees_its_own_texts_alone(target_dir: Path, drafters: Drafters) -> None:
