@@ -51,7 +51,7 @@ def tokens(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("mode", ["eagle3", "mtp", "pard", "dflash"])
+@pytest.mark.parametrize("mode", ["eagle3", "mtp", "pard", "draft_target", "dflash"])
 def test_tokens_are_those_of_plain_decoding(
     target_dir: Path, drafters: Drafters, mode: str
 ) -> None:
