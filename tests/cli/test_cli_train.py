@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from tiny import tiny_model_dir
 from unrolled import F32, load_target
 
 from trtspec import cli
+from trtspec.cli.options import TrainOptions
+from trtspec.cli.train import _train_config
 from trtspec.train.create_head import create_head
 from trtspec.train.new_head import NewHead
 from trtspec.train.save_head import save_head
@@ -93,6 +96,7 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
         (["eagle3", "--self-generate", "3", "--length", "100000"], "--length 100000"),
         (["eagle3", "--self-generate", "3", "--learning-rate", "-1"], "learning_rate"),
         (["eagle3", "--self-generate", "3", "--epochs", "inf"], "--epochs inf"),
+        (["eagle3", "--self-generate", "3", "--epochs", "1e308"], "--epochs 1e+308"),
         (["eagle3", "--self-generate", "3", "--position-weights", "d-pace"], "not for eagle3"),
         (["mtp", "--self-generate", "3", "--anchors", "8"], "not for mtp"),
         (["dflash", "--self-generate", "3", "--markov-rank", "8"], "not for dflash"),
@@ -297,3 +301,8 @@ def test_an_out_that_cannot_be_a_directory_is_refused_first(
     assert cli.main([*train, "--out", str(file / inside)]) == 2
     error = capsys.readouterr().err
     assert f"cannot be a directory: {file} is a file. Name another" in " ".join(error.split())
+
+
+def test_steps_stand_in_for_epochs(tmp_path: Path) -> None:
+    options = TrainOptions(kind="eagle3", out=tmp_path, epochs=math.inf, max_steps=5)
+    assert _train_config(options, 100, NewHead()).max_steps == 5

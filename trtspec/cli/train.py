@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from itertools import islice
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 GENERATED = "text.jsonl"
 HELD_OUT = 0.02
 HELD_OUT_BATCHES = 4
+MAX_EPOCHS = 10**6
 DEFAULT_BLOCK, DEFAULT_ANCHORS, DEFAULT_STEPS, DEFAULT_VOCABULARY = 8, 64, 6, 16384
 
 
@@ -297,10 +297,11 @@ def _train_config(options: TrainOptions, num_rows: int, spec: NewHead) -> TrainC
     from ..train.losses import POSITION_WEIGHTS
     from ..train.trainer import TrainConfig
 
-    if math.isinf(options.epochs):
-        raise CliError(f"--epochs {options.epochs:g}: give a finite number.")
-    batch_size = min(options.batch_size, num_rows)
-    max_steps = options.max_steps or max(1, round(options.epochs * num_rows / batch_size))
+    batch_size, max_steps = min(options.batch_size, num_rows), options.max_steps
+    if max_steps is None:
+        if options.epochs > MAX_EPOCHS:
+            raise CliError(f"--epochs {options.epochs:g}: give at most {MAX_EPOCHS}, or --steps.")
+        max_steps = max(1, round(options.epochs * num_rows / batch_size))
     num_steps = spec.drafts_of_block or options.num_steps or DEFAULT_STEPS
     if options.kind == "mtp" and options.num_layers > 1:
         num_steps = options.num_layers
