@@ -361,9 +361,16 @@ def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
             used = [c.usage and c.usage.completion_tokens for c in chunks if c.choices]
             assert used and chunks[-1].usage.completion_tokens == 30
             if continuous:
-                assert used == sorted(used) and len(set(used)) == len(used) > 3 and used[-1] == 30
+                assert None not in used and used == sorted(set(used)) and used[-1] == 30
             else:
                 assert set(used) == {None}
+
+
+@pytest.mark.parametrize("has_usage", [True, False])
+def test_the_last_chunk_alone_has_metrics(client: openai.OpenAI, has_usage: bool) -> None:
+    for make in (ask, complete):
+        chunks = list(make(client, stream=True, stream_options={"include_usage": has_usage}))
+        assert [chunk for chunk in chunks if hasattr(chunk, "metrics")] == chunks[-1:]
 
 
 SCHEMA = {"type": "array", "items": {"enum": ["ab", 12, True]}, "minItems": 2, "maxItems": 4}

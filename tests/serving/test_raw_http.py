@@ -8,6 +8,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -401,6 +402,12 @@ def test_a_client_that_does_not_read(served: Served) -> None:
     assert text.startswith(b"HTTP/1.1 200") and b"[DONE]" not in text
 
 
+def test_more_completions_than_there_are_places_are_status_400(served: Served) -> None:
+    """To try again later would not help."""
+    body = BASE | {"prompt": ["a", "b", "c"], "n": 4, "temperature": 1}
+    assert "12 completions" in refused(served.post(TEXT, body), 400)
+
+
 def test_a_full_queue_is_status_429(served: Served) -> None:
     connections = [served.connect() for _ in range(6)]
     for connection in connections:
@@ -657,6 +664,23 @@ def test_requests_that_end_with_the_engine_are_counted(model_dir: Path) -> None:
     finally:
         served.close()
     assert dict(observer.finished) == {"error": 3}
+
+
+def test_a_request_that_the_server_cancels_is_status_503(model_dir: Path) -> None:
+    served = Served(make_llm(model_dir))
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            with served.llm.lock:  # no step is made meanwhile
+                reply = pool.submit(served.post, TEXT, BASE | {"max_tokens": 200})
+                while not served.engine.num_live:
+                    time.sleep(0.01)
+                assert served.engine._loop is not None
+                served.engine._loop.call_soon_threadsafe(served.engine.abort_all)
+            assert "the server ends" in refused(reply.result(30), 503)
+            assert reply.result().json()["error"]["code"] == "cancelled"
+        served.wait_for_rest()
+    finally:
+        served.close()
 
 
 def test_texts_after_all_that_are_right(served: Served, model_dir: Path) -> None:
