@@ -71,8 +71,8 @@ class StepContext:
             max_draft_len: K, proposed unless `runtime_draft_len` is less.
 
         Raises:
-            ConfigError: fewer rows of sampling parameters than of logits, slots or next tokens of
-                another number of requests, no number of drafts, or a tree of them.
+            ConfigError: fewer rows of sampling parameters than of logits; slots or next tokens of
+                another number of requests; a wrong `runtime_draft_len`; a tree of drafts.
         """
         wanted, slots, following = spec.runtime_draft_len, spec.slot_ids, spec.next_prompt_tokens
         if wanted is not None and not is_int(wanted, 0):
