@@ -30,6 +30,7 @@ from trtspec.errors import RequestError
 from trtspec.executor import guide, guided_batch
 from trtspec.guided.compiler import GrammarCompiler
 from trtspec.guided.grammar import Grammar
+from trtspec.serving.metrics import StepMetrics
 
 PROMPT = [5, 17, 33]
 
@@ -297,11 +298,13 @@ def test_a_draft_that_ends_a_grammar_is_counted(target: Path) -> None:
     texts = token_texts()
     params = SamplingParams(guided_decoding=GuidedDecodingParams(choice=["eab"]))
     with cpu_engine(target, proposing(texts.index("a"), texts.index("b"), EOS)) as llm:
+        llm.executor.observer = counts = StepMetrics(llm.max_draft_len)
         request = llm.executor.enqueue(PROMPT, params)
         request.sources = []
         llm.executor.run_until_done()
         stats = llm.stats()
     assert request.output_token_ids[-1] == EOS and request.sources == [0, 1, 2, 3]
+    assert list(counts.accepted_lens) == [0, 0, 0, 1] and counts.drafted_output_tokens == 3
     assert request.accepted_lens == {3: 1} and stats.acceptance_per_position == [1.0, 1.0, 1.0]
 
 
