@@ -769,14 +769,17 @@ def test_a_sweep_that_ends_early_shows_what_it_has(run, fake, monkeypatch, tmp_p
         return real(self, prompts, params, **options)
 
     monkeypatch.setattr(fake, "generate", generate)
-    code, out, _ = run(
+    code, out, err = run(
         *SWEEP, "--concurrency", "1,4", "--kinds", "code", "--temperatures", "0,1",
-        "--csv", "t.csv",
+        "--csv", "t.csv", "--json-file", "t.json",
     )  # fmt: skip
+    assert "note: these are 2 of 4 cells." in err
     assert code == (130 if isinstance(error, KeyboardInterrupt) else 1)
     assert out.count("code") == 2 and "written: t.csv" in out
     lines = (tmp_path / "t.csv").read_text().splitlines()[1:]
     assert {line.split(",")[0] for line in lines} == {"1"}
+    found = json.loads((tmp_path / "t.json").read_text())
+    assert found["num_cells"] == 4 and len(found["cells"]) == 2
 
 
 def test_lookup_beside_a_drafter():

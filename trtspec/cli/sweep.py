@@ -23,7 +23,7 @@ from .engine import (
     parse_draft_len,
     parse_mode,
 )
-from .errors import CliError
+from .errors import CliError, show_note
 from .inputs import read_prompts
 from .numbers import MAX_TEMPERATURE, parse_contexts, parse_numbers
 from .options import EngineOptions, JsonOptions, PromptOptions, SamplingOptions, SweepOptions
@@ -173,6 +173,8 @@ def run_sweep(
             console = make_console(stderr=output.as_json)
             for path in files:
                 console.print(Text(f"written: {path}", style="dim"), soft_wrap=True)
+            if len(cells) < run.axes.num_cells:
+                show_note(f"these are {len(cells)} of {run.axes.num_cells} cells.")
     return 0
 
 
@@ -244,6 +246,7 @@ def _about(command: SweepCommand, llm: LLM, repeat: int) -> dict[str, Any]:
         "seed": command.sampling.seed,
         "repeat": repeat,
         "rounds": command.axes.rounds,
+        "num_cells": command.axes.num_cells,  # more than `cells` has where the run ended early
     }
 
 
