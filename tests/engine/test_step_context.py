@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,6 +63,10 @@ def test_entries_for_another_batch_are_refused(name: str, given: Any, said: str)
 def test_what_no_step_can_do_is_refused(name: str, given: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}={said}"):
         _step(_spec(**{name: given}), SIZES)
+
+
+def test_a_number_of_drafts_may_be_numpys() -> None:
+    assert _step(_spec(runtime_draft_len=np.int64(2)), SIZES).draft_len == 2
 
 
 def test_next_tokens_of_an_earlier_prompt_may_be_left_there() -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import is_int
 from ..errors import ConfigError, shown
 from ..utils import to_device
 from .attention import AttentionMetadata
@@ -75,7 +75,7 @@ class StepContext:
                 another number of requests; a wrong `runtime_draft_len`; a tree of drafts.
         """
         wanted, slots, following = spec.runtime_draft_len, spec.slot_ids, spec.next_prompt_tokens
-        if wanted is not None and not is_int(wanted, 0):
+        if wanted is not None and not (isinstance(wanted, Integral) and wanted >= 0):
             raise ConfigError(
                 f"SpecMetadata.runtime_draft_len={shown(wanted)}: give an int >= 0, or None for K."
             )
