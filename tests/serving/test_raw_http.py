@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -666,16 +667,25 @@ def test_requests_that_end_with_the_engine_are_counted(model_dir: Path) -> None:
     assert dict(observer.finished) == {"error": 3}
 
 
-def test_a_request_that_the_server_cancels_is_status_503(model_dir: Path) -> None:
-    served = Served(make_llm(model_dir))
+def test_a_request_that_the_server_cancels_is_status_503(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(model_dir)
+    served, in_step, is_cancelled = Served(llm), threading.Event(), threading.Event()
+    step = llm.executor.step
+
+    def held() -> object:
+        in_step.set()
+        assert is_cancelled.wait(30)
+        return step()
+
+    monkeypatch.setattr(llm.executor, "step", held)
     try:
         with ThreadPoolExecutor(1) as pool:
-            with served.llm.lock:  # no step is made meanwhile
-                reply = pool.submit(served.post, TEXT, BASE | {"max_tokens": 200})
-                while not served.engine.num_live:
-                    time.sleep(0.01)
-                assert served.engine._loop is not None
-                served.engine._loop.call_soon_threadsafe(served.engine.abort_all)
+            reply = pool.submit(served.post, TEXT, BASE | {"max_tokens": 200})
+            assert in_step.wait(30)
+            served.engine.abort_all()  # before the next step
+            is_cancelled.set()
             assert "the server ends" in refused(reply.result(30), 503)
             assert reply.result().json()["error"]["code"] == "cancelled"
         served.wait_for_rest()
