@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import perfect_blocks
 import pytest
 import torch
 from oracle import Oracle
-from perfect_blocks import MASK, PERIOD
+from perfect_blocks import PERIOD, PerfectBlocks
 from safetensors.torch import load_file, save_file
 from unrolled import load_target
 
@@ -20,6 +19,7 @@ from trtspec.doctor import Diagnosis, diagnose
 from trtspec.models.decoder import Decoder
 from trtspec.train.records import Sequences
 
+PERFECT = PerfectBlocks()
 BLOCK, LENGTH = 4, 40
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 SELECTOR = "candidate_selector"
@@ -28,11 +28,11 @@ SELECTOR = "candidate_selector"
 class Case:
     def __init__(self, path: Path, kind: str):
         self.path, self.kind = path, kind
-        target_dir = perfect_blocks.target(path / "target", kind)
+        target_dir = PERFECT.target(path / "target", kind)
         self.target: Decoder = load_target(target_dir)
         rng, oracle, rows = random.Random(3), Oracle(target_dir), []
         for _ in range(16):
-            prompt = rng.sample(range(MASK), PERIOD)
+            prompt = rng.sample(range(PERFECT.mask), PERIOD)
             rows.append(prompt + oracle.extend(prompt, LENGTH - PERIOD))
         ids = torch.tensor(rows)
         mask = torch.ones_like(ids, dtype=torch.bool)
@@ -41,7 +41,7 @@ class Case:
         self.texts = Sequences(ids, mask, torch.zeros_like(ids), positions)
 
     def diagnose(self, change: Change, name: str) -> Diagnosis:
-        out = perfect_blocks.head(self.path / name, self.kind, "dflash2", BLOCK)
+        out = PERFECT.head(self.path / name, self.kind, "dflash2", BLOCK)
         raw = json.loads((out / "config.json").read_text())
         tensors = load_file(out / "model.safetensors")
         change(raw, tensors)

@@ -9,11 +9,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-import perfect_blocks
 import pytest
 from matrix import covering, cpu_engine
 from oracle import Oracle
-from perfect_blocks import MASK, PERIOD
+from perfect_blocks import PERIOD, PerfectBlocks
 from torch import Tensor
 
 from trtspec import DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams
@@ -21,6 +20,7 @@ from trtspec.models.drafters.dflash import DFlashHead
 from trtspec.ops.step.rows import BlockRows
 from trtspec.workers.dflash import DFlashWorker
 
+PERFECT = PerfectBlocks()
 CONFIGS: dict[str, type[DFlashDecodingConfig]] = {
     "dflash": DFlashDecodingConfig,
     "dflash2": DFlashDecodingConfig,
@@ -39,9 +39,9 @@ MADE = [  # mode, target, whether the last token's row proposes
 
 def _engine(tmp_path: Path, made: tuple[str, str, bool], k: int, **options: Any) -> Any:
     mode, kind, anchor = made
-    head = perfect_blocks.head(tmp_path / "head", kind, mode, max(2, k + 1 - anchor), anchor)
+    head = PERFECT.head(tmp_path / "head", kind, mode, max(2, k + 1 - anchor), anchor)
     config = CONFIGS[mode](max_draft_len=k, speculative_model=head)
-    target = perfect_blocks.target(tmp_path / "target", kind)
+    target = PERFECT.target(tmp_path / "target", kind)
     return cpu_engine(target, config, max_batch_size=3, max_seq_len=160, **options)
 
 
@@ -53,8 +53,9 @@ def test_a_perfect_head_is_always_accepted(
     llm = _engine(tmp_path, made, k, overlap=overlap, chunk=chunk, pool=pool)
     rng, oracle = random.Random(0), Oracle(tmp_path / "target")
     # The tokens of a period differ, so that a copy from beside the right place is wrong.
+    mask = PERFECT.mask
     prompts = [
-        [rng.randrange(MASK) for _ in range(rng.randint(1, 50))] + rng.sample(range(MASK), PERIOD)
+        [rng.randrange(mask) for _ in range(rng.randint(1, 50))] + rng.sample(range(mask), PERIOD)
         for _ in range(5)
     ]
     count = 1 + 6 * (k + 1)
@@ -78,7 +79,7 @@ def test_a_context_that_is_one_position_away_is_noticed(
 
     monkeypatch.setattr(DFlashHead, "read_context", misplaced)
     llm = _engine(tmp_path, made, 3)
-    prompt = random.Random(1).sample(range(MASK), 3 * PERIOD)
+    prompt = random.Random(1).sample(range(PERFECT.mask), 3 * PERIOD)
     output = llm.generate(prompt, SamplingParams(max_tokens=40, ignore_eos=True))
     assert output.spec_stats.acceptance_length == 1
 
