@@ -24,7 +24,7 @@ from drafting import (
     run_with_changing_draft_len,
     run_with_rests,
 )
-from matrix import spread, thinned
+from matrix import NETWORKS, Drafters, config_of, cpu_engine, make_drafters, spread, thinned
 from oracle import VOCAB, Oracle
 from perfect import add_perfect_mtp, one_layer_target, perfect_eagle3
 from tiny import tiny_model_dir
@@ -237,6 +237,43 @@ def test_a_perfect_head_is_accepted_after_rests(tmp_path: Path, mode: str, overl
         accepted, cut = request.accepted_lens, request.accepted_lens[1] + request.accepted_lens[2]
         assert accepted[0] > 20 and accepted[k] > 5 and cut == 0, "all or none"
         assert request.num_draft_tokens == k * accepted[k]
+
+
+# -- blocks ------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def mtp_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mtp_model_dir(tmp_path_factory.mktemp("mtp"), seed=1, num_mtp_layers=3)
+
+
+@pytest.fixture(scope="module")
+def drafters(mtp_target: Path) -> Drafters:
+    return make_drafters(mtp_target.parent)
+
+
+@pytest.mark.parametrize("mode", NETWORKS)
+def test_drafts_are_the_same_with_blocks_of_one_token(
+    mtp_target: Path, drafters: Drafters, mode: str
+) -> None:
+    """Where nothing is rounded up to whole blocks, room and lengths must be exact."""
+    config = config_of(mode, 3, drafters)
+    wide, narrow = (_drafts_of(mtp_target, config, page) for page in (32, 1))
+    assert len(wide) > 6 and min(min(row) for row in wide) >= 0
+    assert narrow == wide
+
+
+def _drafts_of(target: Path, config: Any, page: int) -> list[list[int]]:
+    """The drafts that each step of two requests leaves, all of which are accepted by force."""
+    llm = cpu_engine(target, config, page=page, overlap=False)
+    llm.executor.worker.force_num_accepted_tokens = config.max_draft_len
+    params = SamplingParams(max_tokens=25, ignore_eos=True)
+    prompts = list(range(3, 17)), list(range(40, 45))
+    requests = [llm.executor.enqueue(prompt, params) for prompt in prompts]
+    drafts: list[list[int]] = []
+    while llm.executor.has_work:
+        llm.executor.step()
+        slots = [request.slot for request in requests if not request.is_finished]
+        drafts += llm.executor.state.next_tokens[slots, 1:].tolist()
+    return drafts
 
 
 # -- a loop that is not ours -------------------------------------------------------------------
