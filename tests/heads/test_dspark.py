@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dflash_cases import DSPARK_CASES, NaiveDFlash, make_dspark_case
 from drafting import Case, Script, cases_by_k, run_random_schedule, run_with_changing_draft_len
+from guided import save_tokenizer
 from matrix import cpu_engine
 from oracle import Oracle, random_prompts
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model_dir
 from tiny_dflash import LAYERS, dflash_dir
 
-from trtspec import DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams
+from trtspec import (
+    DFlashDecodingConfig,
+    DSparkDecodingConfig,
+    GuidedDecodingParams,
+    SamplingParams,
+)
 from trtspec.errors import CheckpointError
+from trtspec.models.drafters.markov import MarkovHead
+from trtspec.ops.tokens.markov_walk import MarkovTables
+
+LETTERS = GuidedDecodingParams(regex="[cdegh]{40}")
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +70,29 @@ def test_texts_are_right_under_every_rule(
     if rule in ("strict", "exact_match"):  # whose seeded texts are those without speculation
         plain = cpu_engine(target_dir, None).generate(prompts, params)
         assert [o.outputs[0].token_ids for o in sampled] == [o.outputs[0].token_ids for o in plain]
+
+
+@pytest.mark.parametrize("asks", [{"temperature": 5.0, "seed": 3}, {"guided_decoding": LETTERS}])
+def test_a_walk_by_tables_is_for_greedy_drafts_alone(
+    tmp_path: Path, asks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts that are sampled or masked are drawn one by one, though a GPU has the tables."""
+    target = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=8)
+    save_tokenizer(target)
+    head = dflash_dir(tmp_path, markov="vanilla", block=4)
+    weights = load_file(head / "model.safetensors")
+    tables = MarkovTables(*(weights[f"markov_head.markov_w{i}.weight"] for i in (1, 2)), None)
+    config = DSparkDecodingConfig(speculative_model=head, acceptance="rejection")
+    said = []
+    for known in (None, tables):  # on a CPU the weights are packed: there are none
+        monkeypatch.setattr(MarkovHead, "tables", lambda *_, known=known: known)
+        params = SamplingParams(max_tokens=40, ignore_eos=True, **asks)
+        outputs = cpu_engine(target, config).generate(random_prompts(3), params)
+        said.append(
+            [(o.outputs[0].token_ids, o.spec_stats.num_accepted_draft_tokens) for o in outputs]
+        )
+    assert said[0] == said[1]
+    assert sum(accepted for _, accepted in said[0]) > 3
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
