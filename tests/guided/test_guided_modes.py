@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from guided import LANGUAGES, VOCAB, GuidedOracle, Language, save_tokenizer, tok
 from halves import launch_in_halves
 from matrix import MODES, NETWORKS, Drafters, config_of, cpu_engine, make_drafters, spread
 from oracle import Oracle
+from tiny_dflash import dflash_dir
 from tiny_heads import mtp_model_dir
 
 from trtspec import GuidedDecodingParams, SAEnhancerConfig, SamplingParams
@@ -196,6 +198,28 @@ def test_drafts_that_are_looked_up_follow_no_grammar(
     """They stand in place of drafts that the host followed. The target's masks reject them."""
     config = config_of(mode, K, drafters, sa_config=SAEnhancerConfig(threshold=1))
     assert outputs_of(config, pool=None, overlap=overlap) == expected
+
+
+@pytest.mark.parametrize("mode", NETWORKS)
+def test_every_draft_follows_the_grammar(
+    target: Path, drafters: Drafters, tmp_path: Path, mode: str
+) -> None:
+    """Texts would be right without, as the target's masks reject the others."""
+    if mode == "dflash2":  # of a few candidates often none is allowed
+        wide = dflash_dir(tmp_path, path={"selector_top_k": VOCAB})
+        drafters = replace(drafters, path_head=wide)
+    letters = [token_texts().index(letter) for letter in "cdegh"]
+    guided = GuidedDecodingParams(regex="[cdegh]{16}")
+    params = SamplingParams(max_tokens=10, guided_decoding=guided)
+    with cpu_engine(target, config_of(mode, K, drafters), overlap=False) as llm:
+        executor = llm.executor
+        requests = [executor.enqueue(list(range(5, end)), params) for end in (9, 30)]
+        drafts: list[int] = []
+        while executor.has_work:
+            executor.step()
+            slots = [request.slot for request in requests if request.is_generation]
+            drafts += executor.state.next_tokens[slots, 1:].flatten().tolist()
+    assert len(drafts) > 5 * K and set(drafts) <= {*letters}
 
 
 def test_the_cases_reach_what_they_are_for(cases: list[Case], expected: list[list[int]]) -> None:
