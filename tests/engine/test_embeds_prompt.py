@@ -120,6 +120,36 @@ def test_preempted_requests_read_their_vectors_again(
     assert llm.stats().num_preemptions > 0
 
 
+def test_what_a_head_reads_late_stands_where_it_stood(vl_dir: Path, tmp_path: Path) -> None:
+    """A rest leaves rows behind an image to the head. Its keys are those that it writes at once."""
+    target = vl_with_mtp(vl_dir, tmp_path, 1)
+    config = MTPDecodingConfig(
+        num_nextn_predict_layers=3, use_mtp_vanilla=False, draft_len_schedule={64: 3}
+    )
+    prompt = embeds_prompt(mrope_positions=mrope_positions_of_prompt())
+    keys: list[Tensor] = []
+    for rest in (0, 8):
+        llm = LLM(
+            target, config, device="cpu", dtype="float32", max_seq_len=64,
+            disable_overlap_scheduler=True,
+        )  # fmt: skip
+        executor = llm.executor
+        request = executor.enqueue(prompt, SamplingParams(max_tokens=30, ignore_eos=True))
+        executor.step()
+        executor.runtime_draft_len = 0
+        for _ in range(rest):
+            executor.step()
+        assert request.num_missed == max(0, rest - 1), "the first one verifies drafts"
+        executor.runtime_draft_len = 3
+        while len(request.output_token_ids) < 16:
+            executor.step()
+        blocks = executor.kv_cache.table_of(request.request_id)[1]
+        known = len(PROMPT) + 14
+        rows = executor.kv_cache.groups[1].k_cache[:, list(blocks)].flatten(1, 2)
+        keys.append(rows[:, :known].clone())
+    torch.testing.assert_close(keys[1], keys[0], atol=1e-5, rtol=1e-5)
+
+
 def test_vectors_without_axes_and_what_a_head_reads(tmp_path: Path) -> None:
     """Also: row i of draft step 0 has the vector of place i + 1, whatever the chunking."""
     target = mtp_model_dir(tmp_path, num_hidden_layers=LAYERS, num_mtp_layers=1)
