@@ -23,7 +23,7 @@ from embeds import (
 )
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model_dir
-from tiny_heads import eagle3_dir, mtp_model_dir
+from tiny_heads import eagle3_dir, mtp_model_dir, p_eagle_dir
 from torch import Tensor
 
 from trtspec import (
@@ -148,6 +148,33 @@ def test_what_a_head_reads_late_stands_where_it_stood(vl_dir: Path, tmp_path: Pa
         rows = executor.kv_cache.groups[1].k_cache[:, list(blocks)].flatten(1, 2)
         keys.append(rows[:, :known].clone())
     torch.testing.assert_close(keys[1], keys[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("drafter", ["draft_target", "p_eagle"])
+def test_drafts_amid_a_prompt_leave_its_keys_alone(
+    vl_dir: Path, tmp_path: Path, drafter: str
+) -> None:
+    """A part's last row is read as the prompt has it. Then drafting reads it as text, for nothing
+    that stays: it may be in an image, or have one after it."""
+    config: Any = DraftTargetDecodingConfig(max_draft_len=3, speculative_model=str(vl_dir))
+    if drafter == "p_eagle":
+        config = EagleDecodingConfig(max_draft_len=3, speculative_model=str(p_eagle_dir(tmp_path)))
+    prompt = embeds_prompt(mrope_positions=mrope_positions_of_prompt())
+    keys: list[Tensor] = []
+    for chunk in (64, 5, 4):
+        llm = LLM(
+            vl_dir, config, device="cpu", dtype="float32", max_seq_len=64, max_batch_size=1,
+            max_num_tokens=chunk, enable_chunked_prefill=True,
+        )  # fmt: skip
+        executor = llm.executor
+        request = executor.enqueue(prompt, SamplingParams(max_tokens=9, ignore_eos=True))
+        while not request.output_token_ids:
+            executor.step()
+        blocks = executor.kv_cache.table_of(request.request_id)[1]
+        rows = executor.kv_cache.groups[1].k_cache[:, list(blocks)].flatten(1, 2)
+        keys.append(rows[:, : len(PROMPT)].clone())
+    for others in keys[1:]:
+        torch.testing.assert_close(others, keys[0], atol=1e-5, rtol=1e-5)
 
 
 def test_vectors_without_axes_and_what_a_head_reads(tmp_path: Path) -> None:
