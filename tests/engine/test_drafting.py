@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,33 @@ def test_of_a_prompt_a_head_computes_the_row_that_proposes(
 
 def test_blocks_that_the_head_has_not_read_are_not_shared(target_dir: Path, tmp_path: Path) -> None:
     run_after_a_rest(make_case("eagle3", target_dir, tmp_path, 3))
+
+
+def test_rows_that_an_earlier_request_left_are_forgotten(target_dir: Path, tmp_path: Path) -> None:
+    """It ended while drafting rested. The slot's next request has the keys of its own rows."""
+    case, keys = make_case("eagle3", target_dir, tmp_path, 3), list[Tensor]()
+    for comes_after in (False, True):
+        llm = LLM(
+            case.target, replace(case.config, draft_len_schedule={64: 3}), device="cpu",
+            dtype="float32", max_seq_len=96, max_batch_size=1, disable_overlap_scheduler=True,
+        )  # fmt: skip
+        executor, params = llm.executor, SamplingParams(max_tokens=20, ignore_eos=True)
+        executor.runtime_draft_len = 0
+        if comes_after:
+            earlier = executor.enqueue([5, 6, 7], params)
+            executor.run_until_done()
+            assert earlier.num_missed == 19
+        request = executor.enqueue(list(range(20, 50)), params)
+        for _ in range(6):
+            executor.step()
+        assert request.num_missed == 5
+        executor.runtime_draft_len = 3
+        while len(request.output_token_ids) < 12:
+            executor.step()
+        blocks = executor.kv_cache.table_of(request.request_id)[1]
+        rows = executor.kv_cache.groups[1].k_cache[:, list(blocks)].flatten(1, 2)
+        keys.append(rows[:, : 30 + 10].clone())
+    torch.testing.assert_close(keys[1], keys[0], atol=1e-5, rtol=1e-5)
 
 
 def test_runtime_draft_len_is_checked(target_dir: Path, tmp_path: Path) -> None:
