@@ -208,6 +208,10 @@ def test_every_mode_has_a_worker(
         (lambda: UserProvidedDecodingConfig(drafter=object()), "has no method draft"),
         (lambda: EagleDecodingConfig(), "speculative_model is required"),
         (lambda: MTPDecodingConfig(num_nextn_predict_layers=2, max_draft_len=3), "differs from"),
+        (
+            lambda: MTPDecodingConfig(num_nextn_predict_layers=3, draft_len_schedule={4: 5}),
+            r"draft_len_schedule=\{4: 5\}.*in 0 … 3",
+        ),
         (lambda: MTPDecodingConfig(relaxed_delta=1.5), "relaxed_delta=1.5"),
         (lambda: MTPDecodingConfig(relaxed_topk=0), "relaxed_topk=0"),
         (lambda: MTPDecodingConfig(relaxed_delta="a"), "relaxed_delta='a'"),

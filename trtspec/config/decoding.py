@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 from ..checks import is_int, is_number
 from ..errors import ConfigError, shown
 from ..metadata.mode import SpeculativeDecodingMode
-from .fields import require_bool, require_int, require_layers, require_path
+from .fields import made_of_dict, require_bool, require_int, require_layers, require_path
 from .suffix import SAEnhancerConfig, SuffixSearchConfig
 
 logger = logging.getLogger(__name__)
@@ -120,14 +120,7 @@ class DecodingBaseConfig:
                 f"decoding_type={kind!r} is not {cls.__name__}'s; it must be "
                 f"{cls.decoding_type!r}. Use the class it belongs to, or leave it out."
             )
-        known = {f.name for f in fields(cls) if f.init}
-        unknown = sorted(map(str, set(values) - known))
-        if unknown:
-            raise ConfigError(
-                f"{cls.__name__} has no field {', '.join(unknown)}. Known: "
-                f"{', '.join(sorted(known))}."
-            )
-        return cls(**values)
+        return made_of_dict(cls, values, cls.__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +207,8 @@ class SADecodingConfig(SuffixSearchConfig, DecodingBaseConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_search()
+        require_int(self, "global_pool_size", 1, None, or_none=True)
         if self.global_pool_size is not None:
-            require_int(self, "global_pool_size", 1, None)
             logger.warning(
                 "SADecodingConfig.global_pool_size=%d has no effect: global_pool_tokens bounds the "
                 "pool.",
@@ -247,10 +240,8 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_path(self, "speculative_model")
-        if self.parallel_drafting is not None:
-            require_bool(self, "parallel_drafting")
-        if self.draft_tensor_parallel_size is not None:
-            require_int(self, "draft_tensor_parallel_size", 1, None)
+        require_bool(self, "parallel_drafting", or_none=True)
+        require_int(self, "draft_tensor_parallel_size", 1, None, or_none=True)
         resolve_lookup(self)
 
 
@@ -297,6 +288,26 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
     target_may_hold_head: ClassVar[bool] = False  # then speculative_model may be left out
     one_model_field: ClassVar[str | None] = None  # False there: it drafts in passes of its own
 
+    def __post_init__(self) -> None:
+        resolve_auto(self)
+        require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
+        require_common(self)
+        if self.speculative_model is not None or not self.target_may_hold_head:
+            require_path(self, "speculative_model")
+        if self.one_model_field is not None:
+            require_bool(self, self.one_model_field)
+        self._check_window()
+        resolve_lookup(self)
+
+    def _check_window(self) -> None:
+        """Raises ConfigError for a window in which a block's rows would not see each other."""
+        window, least = self.draft_window, MAX_DRAFT_LEN + 1
+        if window is not None and not is_int(window, 0, 0) and not is_int(window, least, None):
+            raise ConfigError(
+                f"{type(self).__name__}.draft_window={shown(window)}: it must be None, 0 (all "
+                f"tokens) or an int >= {least}."
+            )
+
     @classmethod
     def fields_of_mode(cls, mode: SpeculativeDecodingMode) -> dict[str, Any]:
         """Returns the fields that make a config one of this mode, but for `one_model_field`."""
@@ -336,14 +347,8 @@ class EagleDecodingConfig(HeadDecodingConfig):
     one_model_field: ClassVar[str] = "eagle3_one_model"
 
     def __post_init__(self) -> None:
-        resolve_auto(self)
-        require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
-        require_common(self)
-        require_path(self, "speculative_model")
-        require_bool(self, "eagle3_one_model")
+        super().__post_init__()
         require_layers(self, "eagle3_layers_to_capture")
-        require_window(self)
-        resolve_lookup(self)
 
     @property
     def spec_dec_mode(self) -> SpeculativeDecodingMode:
@@ -376,13 +381,8 @@ class DFlashDecodingConfig(HeadDecodingConfig):
     head_name: ClassVar[str] = "dflash"
 
     def __post_init__(self) -> None:
-        resolve_auto(self)
-        require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
-        require_common(self)
-        require_path(self, "speculative_model")
+        super().__post_init__()
         require_layers(self, "target_layer_ids")
-        require_window(self)
-        resolve_lookup(self)
 
     @property
     def head_options(self) -> dict[str, Any]:
@@ -442,20 +442,22 @@ class MTPDecodingConfig(HeadDecodingConfig):
     one_model_field: ClassVar[str] = "mtp_eagle_one_model"
 
     def __post_init__(self) -> None:
-        resolve_auto(self)
-        require_int(self, "num_nextn_predict_layers", 1, MAX_DRAFT_LEN)
-        require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
-        for name in ("mtp_eagle_one_model", "use_relaxed_acceptance_for_thinking"):
-            require_bool(self, name)
-        for name in ("use_mtp_vanilla", "mtp_feeds_post_norm"):
-            if getattr(self, name) is not None:
-                require_bool(self, name)
+        self._settle_draft_len()
+        super().__post_init__()
+        require_bool(self, "use_mtp_vanilla", or_none=True)
+        require_bool(self, "mtp_feeds_post_norm", or_none=True)
         if self.use_mtp_vanilla and not self.mtp_eagle_one_model:
             raise ConfigError(
                 "MTPDecodingConfig.mtp_eagle_one_model=False asks for the two-engine form of one "
                 "layer used K times, use_mtp_vanilla=True for K layers: give one of them."
             )
-        require_common(self)
+        self._check_relaxed_acceptance()
+
+    def _settle_draft_len(self) -> None:
+        """Gives both fields that are K the same number."""
+        resolve_auto(self)
+        require_int(self, "num_nextn_predict_layers", 1, MAX_DRAFT_LEN)
+        require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
         if self.max_draft_len == 0:
             object.__setattr__(self, "max_draft_len", self.num_nextn_predict_layers)
         if self.max_draft_len != self.num_nextn_predict_layers:
@@ -463,13 +465,9 @@ class MTPDecodingConfig(HeadDecodingConfig):
                 f"MTPDecodingConfig.max_draft_len={self.max_draft_len} differs from "
                 f"num_nextn_predict_layers={self.num_nextn_predict_layers}: give only the latter."
             )
-        if self.speculative_model is not None:
-            require_path(self, "speculative_model")
-        self._check_relaxed_acceptance()
-        require_window(self)
-        resolve_lookup(self)
 
     def _check_relaxed_acceptance(self) -> None:
+        require_bool(self, "use_relaxed_acceptance_for_thinking")
         require_int(self, "relaxed_topk", 1, 1024)
         require_int(self, "begin_thinking_phase_token", 0, None)
         require_int(self, "end_thinking_phase_token", 0, None)
@@ -602,7 +600,7 @@ def resolve_speculative_config(config: DecodingBaseConfig | None) -> DecodingBas
 
 
 def resolve_auto(config: DecodingBaseConfig) -> None:
-    """Puts numbers in place of K = "auto"."""
+    """Makes K = "auto" the drafter's usual number, with `draft_len_schedule="auto"`."""
     name = config.draft_len_field
     if "auto" not in (getattr(config, name), config.max_draft_len):
         return
@@ -657,29 +655,17 @@ def resolve_lookup(config: HeadDecodingConfig | DraftTargetDecodingConfig) -> No
     object.__setattr__(config, "sa_config", given)
 
 
-def require_window(config: HeadDecodingConfig) -> None:
-    """Raises ConfigError for a `draft_window` in which a block's rows would not see each other."""
-    window, least = config.draft_window, MAX_DRAFT_LEN + 1
-    if window is not None and not is_int(window, 0, 0) and not is_int(window, least, None):
-        raise ConfigError(
-            f"{type(config).__name__}.draft_window={shown(window)}: it must be None, 0 (all "
-            f"tokens) or an int >= {least}."
-        )
-
-
 def require_common(config: DecodingBaseConfig) -> None:
     """Checks the fields that all decoding configs have, but for K."""
-    if config.max_concurrency is not None:
-        require_int(config, "max_concurrency", 1, None)
+    require_int(config, "max_concurrency", 1, None, or_none=True)
     _check_schedule(config)
-    if config.max_verified_drafts is not None:
-        require_int(config, "max_verified_drafts", 1, None)
-        if config.draft_len_schedule == "auto":
-            raise ConfigError(
-                f"{type(config).__name__}: max_verified_drafts={config.max_verified_drafts} with "
-                'draft_len_schedule="auto" is not offered: auto counts what was accepted of all '
-                "drafts. Give K as a number, or leave max_verified_drafts out."
-            )
+    require_int(config, "max_verified_drafts", 1, None, or_none=True)
+    if config.max_verified_drafts is not None and config.draft_len_schedule == "auto":
+        raise ConfigError(
+            f"{type(config).__name__}: max_verified_drafts={config.max_verified_drafts} with "
+            'draft_len_schedule="auto" is not offered: auto counts what was accepted of all '
+            "drafts. Give K as a number, or leave max_verified_drafts out."
+        )
     if config.acceptance not in ACCEPTANCE_RULES:
         raise ConfigError(
             f"{type(config).__name__}.acceptance={shown(config.acceptance)}: it must be one of "

@@ -57,8 +57,7 @@ class KvCacheConfig:
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            require_int(self, "max_tokens", 1, None)
+        require_int(self, "max_tokens", 1, None, or_none=True)
         require_int(self, "tokens_per_block", 1, 1024)
         require_bool(self, "enable_block_reuse")
         require_bool(self, "enable_partial_reuse")
@@ -140,9 +139,9 @@ class CudaGraphConfig:
         `most_worth`."""
         sizes = self.context_tokens
         if sizes is None:
-            sizes = DEFAULT_CONTEXT_TOKENS
-            largest = min(max_num_tokens, sizes[-1])
-            return sorted(n for n in {*sizes, largest} if n <= min(largest, most_worth))
+            largest = min(max_num_tokens, DEFAULT_CONTEXT_TOKENS[-1])
+            default = {*DEFAULT_CONTEXT_TOKENS, largest}
+            return sorted(n for n in default if n <= min(largest, most_worth))
         return sorted({min(n, max_num_tokens) for n in sizes})
 
 
@@ -248,10 +247,7 @@ class EngineConfig:
             )
         check_int("max_batch_size", self.max_batch_size, 1, MAX_BATCH_SIZE)
         check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
-        if self.disable_overlap_scheduler is not None:
-            check_bool(
-                "disable_overlap_scheduler", self.disable_overlap_scheduler, "True, False or None"
-            )
+        check_bool("disable_overlap_scheduler", self.disable_overlap_scheduler, or_none=True)
         if graphs is not None and not isinstance(graphs, CudaGraphConfig):
             raise ConfigError(f"cuda_graph_config={graphs!r}: give a CudaGraphConfig, or None.")
         if self.attn_backend not in ATTENTION_BACKENDS:
@@ -259,13 +255,11 @@ class EngineConfig:
                 f"attn_backend={self.attn_backend!r}: use 'auto', 'torch', 'triton' or "
                 "'flashinfer'."
             )
-        if self.guided_masked_drafts is not None:
-            check_int("guided_masked_drafts", self.guided_masked_drafts, 0, None)
+        check_int("guided_masked_drafts", self.guided_masked_drafts, 0, None, or_none=True)
         self._check_ranks()
 
     def _check_ranks(self) -> None:
-        if self.tensor_parallel_size is not None:
-            check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
+        check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS, or_none=True)
         check_bool("enable_attention_dp", self.enable_attention_dp)
         spec = self.speculative_config
         if self.enable_attention_dp and spec is not None and spec.max_verified_drafts is not None:

@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from ..checks import are_ints, int_range, is_int
 from ..errors import ConfigError, shown
 
-
-def check_int(label: str, value: object, low: int, high: int | None) -> None:
-    """Raises ConfigError unless it is an int in low … high; None is no upper bound."""
-    if not is_int(value, low, high):
-        raise ConfigError(f"{label}={shown(value)}: it must be {int_range(low, high)}.")
+Config = TypeVar("Config")
 
 
-def check_bool(label: str, value: object, allowed: str = "True or False") -> None:
-    """Raises ConfigError unless it is a bool."""
-    if not isinstance(value, bool):
+def check_int(label: str, value: object, low: int, high: int | None, or_none: bool = False) -> None:
+    """Raises ConfigError unless it is an int in low … high; high=None is no upper bound.
+
+    Args:
+        or_none: None is allowed too.
+    """
+    if not is_int(value, low, high) and not (or_none and value is None):
+        also = " or None" if or_none else ""
+        raise ConfigError(f"{label}={shown(value)}: it must be {int_range(low, high)}{also}.")
+
+
+def check_bool(label: str, value: object, or_none: bool = False) -> None:
+    """Raises ConfigError unless it is a bool; with `or_none` None is allowed too."""
+    if not isinstance(value, bool) and not (or_none and value is None):
+        allowed = "True, False or None" if or_none else "True or False"
         raise ConfigError(f"{label}={shown(value)}: it must be {allowed}.")
 
 
-def require_int(config: object, name: str, low: int, high: int | None) -> None:
+def require_int(
+    config: object, name: str, low: int, high: int | None, or_none: bool = False
+) -> None:
     """`check_int` of a config's field."""
-    check_int(_label(config, name), getattr(config, name), low, high)
+    check_int(_label(config, name), getattr(config, name), low, high, or_none)
 
 
-def require_bool(config: object, name: str) -> None:
+def require_bool(config: object, name: str, or_none: bool = False) -> None:
     """`check_bool` of a config's field."""
-    check_bool(_label(config, name), getattr(config, name))
+    check_bool(_label(config, name), getattr(config, name), or_none)
 
 
 def require_layers(config: object, name: str) -> None:
@@ -50,6 +63,21 @@ def require_path(config: object, name: str) -> None:
         raise ConfigError(f"{_label(config, name)} is required: give a directory.")
     if not isinstance(value, str | os.PathLike):
         raise ConfigError(f"{_label(config, name)}={value!r} is not a path.")
+
+
+def made_of_dict(cls: type[Config], values: Mapping[Any, Any], label: str) -> Config:
+    """Returns a config of these fields. Raises ConfigError for keys that are none of them.
+
+    Args:
+        label: what the message says has no such field.
+    """
+    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(map(str, set(values) - known))
+    if unknown:
+        raise ConfigError(
+            f"{label} has no field {', '.join(unknown)}. Known: {', '.join(sorted(known))}."
+        )
+    return cls(**values)
 
 
 def _label(config: object, name: str) -> str:

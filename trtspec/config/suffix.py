@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checks import is_int, is_number
 from ..errors import ConfigError, shown
-from .fields import require_bool, require_int
+from .fields import made_of_dict, require_bool, require_int
 
 LONGEST = 32
 """Tokens of a match that are counted, where the config names no limit."""
@@ -83,10 +83,4 @@ class SAEnhancerConfig(SuffixSearchConfig):
         Raises:
             ConfigError: an unknown key, or a value that is not allowed.
         """
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(map(str, set(values) - known))
-        if unknown:
-            raise ConfigError(
-                f"sa_config has no field {', '.join(unknown)}. Known: {', '.join(sorted(known))}."
-            )
-        return cls(**values)
+        return made_of_dict(cls, values, "sa_config")
