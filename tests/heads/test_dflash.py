@@ -35,6 +35,7 @@ from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, ConfigError
+from trtspec.metadata.embeds import RowEmbeds
 from trtspec.metadata.missed import CAPACITY
 from trtspec.models.drafters.dflash import DFlashHead
 from trtspec.ops.step.slots import draft_step_metadata
@@ -165,6 +166,37 @@ def test_draft_logits_with_wide_windows(target_dir: Path, tmp_path: Path) -> Non
     """Rows of sliding layers that see ahead: they see as far back as the block's first row."""
     case = make_dflash_case("dflash_windows_ahead", target_dir, tmp_path, 4)
     assert run_random_schedule(case, 4, 4, MaskedScript)[0] > 30
+
+
+def test_an_embedding_of_its_own_is_scaled_too(target_dir: Path, tmp_path: Path) -> None:
+    """As vLLM and z-lab do: the factor is of whatever embedding the head reads."""
+    case = make_dflash_case("dflash_own_embedding", target_dir, tmp_path, 4)
+    assert run_random_schedule(case, 4, 4, MaskedScript)[0] > 30
+
+
+@pytest.mark.parametrize("copied", [True, False, None], ids=["copy", "own", "shared"])
+def test_the_target_s_scale_is_of_a_shared_embedding(
+    target_dir: Path, tmp_path: Path, copied: bool | None
+) -> None:
+    """A copy of the target's embedding in the head's file is the head's own. Images stay as they
+    are."""
+    target = load_decoder(target_dir, torch.float32, torch.device("cpu"), TorchAttention())
+    target.config = dataclasses.replace(target.config, embedding_scale=3.0)
+    path = dflash_dir(tmp_path, own_embedding=copied is not None)
+    weight = target.embed_tokens.weight
+    if copied:
+        tensors = load_file(path / "model.safetensors") | {"embed_tokens.weight": weight.data}
+        save_file(tensors, path / "model.safetensors")
+    if copied is False:
+        weight = load_file(path / "model.safetensors")["embed_tokens.weight"]
+    options = LoadOptions(
+        dtype=torch.float32, device=torch.device("cpu"), backend=TorchAttention(), kv_group=1
+    )
+    head = load_head(path, target, HeadRequest(kind="dflash"), options)
+    ids, image = torch.tensor([5, 6, 7]), torch.randn(1, weight.shape[1])
+    expected = weight[ids] * (3 if copied is None else 1)
+    expected[1] = image
+    assert torch.equal(head.embed(ids, RowEmbeds(torch.tensor([1]), image)), expected)
 
 
 @pytest.mark.parametrize("name", ["dflash", "dflash_anchor"])

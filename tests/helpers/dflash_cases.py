@@ -252,6 +252,9 @@ def make_dflash_case(name: str, target: Path, tmp_path: Path, k: int, block: int
     if name == "dflash_next":
         options |= {"reads_next": True, "input_embedding_scale": 1.7}
         flags |= {"reads_next": True, "embedding_scale": 1.7}
+    if name == "dflash_own_embedding":
+        options |= {"own_embedding": True, "input_embedding_scale": 1.7}
+        flags |= {"embedding_scale": 1.7}
     if name == "dflash_causal":
         options |= {"causal": True}
         flags |= {"sees_ahead": [False, False]}

@@ -30,7 +30,8 @@ def dflash_dir(
     tmp_path: Path, *, block: int = 9, num_layers: int = 2, seed: int = 17, bias: bool = False,
     draft_vocab: int | None = None, markov: str | None = None, rank: int = 12,
     path: dict[str, int] | None = None, inner: dict[str, Any] | None = None,
-    reads_next: bool = False, sinks: bool = False, **dflash_config: Any,
+    reads_next: bool = False, sinks: bool = False, own_embedding: bool = False,
+    **dflash_config: Any,
 ) -> Path:  # fmt: skip
     """A head in z-lab's format. `draft_vocab=None` shares the target's lm_head.
 
@@ -55,6 +56,8 @@ def dflash_dir(
         shapes |= {f"{p}self_attn.{part}_norm.weight": (HEAD_DIM,) for part in "qk"}
         if sinks:
             shapes[f"{p}self_attn.attention_sink_bias"] = (HEADS,)
+    if own_embedding:
+        shapes["embed_tokens.weight"] = (VOCAB, SIZE)
     if draft_vocab is not None:
         shapes["lm_head.weight"] = (draft_vocab, SIZE)
     if markov is not None:

@@ -58,9 +58,7 @@ class HeadConfig:
     suggested_draft_len: int | None = None
     mask_token_id: int | None = None  # of a head that proposes all its drafts in one pass
     trained_draft_len: int | None = None  # how many at most, where the checkpoint says so
-    sees_ahead: tuple[
-        bool, ...
-    ] = ()  # DFlash: of each layer, whether rows see later ones of a block
+    sees_ahead: tuple[bool, ...] = ()  # DFlash: by layer, whether rows see later ones of a block
     windows_by_row: bool = False  # DFlash: windows are counted from each row, not from the block's
     value_scale: float = 1.0  # DFlash: a factor of attention's values, until the weights have it
     samples_from_anchor: bool = False  # DFlash: the row of the last token proposes too
@@ -71,7 +69,7 @@ class HeadConfig:
     selector_candidates: int = 0
     logit_scale: float = 1.0  # DFlash: of the head's logits
     logit_softcap: float | None = None  # DFlash: behind that, cap * tanh(logits / cap)
-    embedding_scale: float | None = None  # DFlash: of the target's embedding; None is the target's
+    embedding_scale: float | None = None  # DFlash; None is the target's of a shared embedding
     context_embeddings: bool = False  # DFlash: a context row reads the token after it too
     draft_window: int = 0  # tokens that a layer sees at most; 0 is what the decoder says
 
@@ -103,6 +101,7 @@ class DraftHead(nn.Module, ABC):
                 decoder.hidden_size, config.draft_vocab_size, decoder.parallel
             )
         self.shares_embedding, self.shares_lm_head = self.embed_tokens is None, self.lm_head is None
+        self.embedding_scale: float | None = None
         # As many as the target has: the head's own config often names fewer.
         self.rope_tables = RopeTables(decoder, num_positions)
         self.register_buffer("d2t", None, persistent=False)
@@ -167,9 +166,9 @@ class DraftHead(nn.Module, ABC):
         return None
 
     def embed(self, input_ids: Tensor, inputs_embeds: RowEmbeds | None = None) -> Tensor:
-        """[T] -> [T, H]."""
+        """[T] -> [T, H], the tokens' scaled by `embedding_scale`."""
         vocab = self.config.decoder.vocab_size
-        return embed(input_ids, self.embed_tokens, vocab, merged=inputs_embeds)
+        return embed(input_ids, self.embed_tokens, vocab, self.embedding_scale, inputs_embeds)
 
     @abstractmethod
     def forward(

@@ -88,14 +88,8 @@ class DFlashHead(DraftHead):
 
     def share(self, target: HeadTarget) -> None:
         super().share(target)
-        if self.config.embedding_scale is None:
+        if self.config.embedding_scale is None and not self.config.own_embedding:
             self.embedding_scale = target.config.embedding_scale
-
-    def embed(self, input_ids: Tensor, inputs_embeds: RowEmbeds | None = None) -> Tensor:
-        hidden = super().embed(input_ids, inputs_embeds)
-        if self.embedding_scale is None or not self.shares_embedding:
-            return hidden
-        return hidden * self.embedding_scale
 
     def compute_logits(self, hidden: Tensor, step: int) -> Tensor | ShardedLogits:
         logits, config = super().compute_logits(hidden, step), self.config

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from ...attention.base import AttentionBackend
 from ...attention.dense import DensePass
-from ...layers.embedding import embed
 from ...layers.fused import linear
 from ...layers.linear import Linear
 from ...layers.norm import RMSNorm
@@ -62,7 +61,6 @@ class GemmaAssistant(DraftHead):
         decoder, size = config.decoder, config.decoder.hidden_size
         for name, table in list(self.rope_tables.named_buffers()):
             self.rope_tables.register_buffer(name, table[1:], persistent=False)
-        self.embedding_scale: float | None = None  # the target's
         self.pre_projection = Linear(2 * config.target_hidden_size, size, bias=False)
         self.layers = nn.ModuleList(
             AssistantLayer(decoder, i, backend) for i in range(decoder.num_layers)
@@ -77,11 +75,9 @@ class GemmaAssistant(DraftHead):
         self.embedding_scale = target.config.embedding_scale
         locations = kv_locations(target.config)
         for i in range(self.num_layers):
-            source, attention = (
-                layer_read(self.config.decoder, i, target.config),
-                self._attention(i),
-            )
+            source = layer_read(self.config.decoder, i, target.config)
             assert source is not None
+            attention = self._attention(i)
             attention.kv_layer = source
             attention.kv_group = locations[source].group  # the target's groups come first
             attention.cache_layer = locations[source].index
@@ -96,10 +92,6 @@ class GemmaAssistant(DraftHead):
 
     def kv_group_specs(self, dtype: torch.dtype) -> list[KVGroupSpec]:
         return []
-
-    def embed(self, input_ids: Tensor, inputs_embeds: RowEmbeds | None = None) -> Tensor:
-        vocab_size = self.config.decoder.vocab_size
-        return embed(input_ids, self.embed_tokens, vocab_size, self.embedding_scale, inputs_embeds)
 
     def forward(
         self,
