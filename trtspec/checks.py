@@ -64,3 +64,15 @@ def checked_int(
     raise CheckpointError(
         f"{where}: {name}={value!r}; it must be {int_range(low, high)}{also}. {cure}"
     )
+
+
+def checked_positive(
+    where: Path | str, name: str, value: object, also: str = "", cure: str = COPY_AGAIN
+) -> float:
+    """Returns a file's value, a number above 0 that float32 can hold.
+
+    Args, Raises: as of `checked_int`.
+    """
+    if is_number(value) and 0 < value < 1e30:
+        return float(value)
+    raise CheckpointError(f"{where}: {name}={value!r}; it must be a number > 0{also}. {cure}")

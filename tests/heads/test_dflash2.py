@@ -174,7 +174,11 @@ def test_the_formats_of_a_head_are_one(target_dir: Path, tmp_path: Path) -> None
         ({"architectures": ["DFlash2BeamDraftModel"]}, {}, "is a head of DFlash2BeamDraftModel"),
         ({}, {"projector_type": "domino"}, "projector_type 'domino'"),
         ({}, {"lilicorr_enabled": True}, "LiLiCorr's transformer"),
-        ({}, {"output_multiplier": "two"}, "output_multiplier='two'; it must be null or a number"),
+        (
+            {},
+            {"output_multiplier": "two"},
+            "output_multiplier='two'; it must be a number > 0 or null",
+        ),
         ({"quantization_config": {"quant_algo": "NVFP4"}}, {}, "Use the unquantised checkpoint"),
     ],
 )

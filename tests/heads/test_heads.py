@@ -245,7 +245,7 @@ def _fields(name: str, values: Any, message: str) -> list[tuple[dict[str, Any], 
 INTS, YARN = ("a", True, 0, -1, 1.5, 10**30), {"rope_type": "yarn", "factor": 2.0}
 FIELDS: list[tuple[dict[str, Any], str]] = [
     *(pair for name in ("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states")
-      for pair in _fields(name, INTS, r"GOT.*must be null or an int in 1 … \d+\. Correct")),
+      for pair in _fields(name, INTS, r"GOT.*must be an int in 1 … \d+ or null\. Correct")),
     *(pair for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
       for pair in _fields(name, ("true", 1), "GOT.* must be true or false. Correct")),
     *_fields(IDS, ("123", 3, [], [None], ["1"], [1.0], [True]), "GOT.*list of layer numbers. Corr"),

@@ -263,7 +263,9 @@ def test_refusals_say_what_to_do(target_dir: Path, tmp_path: Path, name: str) ->
 
 
 def test_config_and_modes_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="parallel_drafting='yes': it must be True, False or None"):
+    with pytest.raises(
+        ConfigError, match="parallel_drafting='yes': it must be True, False or None"
+    ):
         DraftTargetDecodingConfig(speculative_model="d", parallel_drafting="yes")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Mode NONE does not draft in parallel"):
         create_worker(None, 3)

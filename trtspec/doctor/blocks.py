@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..checkpoints.heads.dflash import default_target_layers
+from ..checkpoints.heads.dflash_config import default_target_layers
 from ..layers.norm import RMSNorm
 from ..models.config import DecoderConfig
 from ..models.decoder import Attention

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..checkpoints.families.llama import MAX_WINDOW
 from ..checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
-from ..checkpoints.heads.dflash import default_target_layers, widened
+from ..checkpoints.heads.dflash_config import default_target_layers, widened
 from ..config import MAX_DRAFT_LEN, require_int
 from ..errors import ConfigError
 from ..models.config import DecoderConfig

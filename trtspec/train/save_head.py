@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..checkpoints.families.llama import FULL, SLIDING
-from ..checkpoints.heads.dflash import WINDOWS_SEE
+from ..checkpoints.heads.dflash_config import WINDOWS_SEE
 from ..checkpoints.weights import placements
 from ..errors import ConfigError
 from ..models.config import DecoderConfig

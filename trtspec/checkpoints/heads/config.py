@@ -1,26 +1,27 @@
-"""From a draft head's `config.json` and tensor names to a `HeadConfig`.
+"""From the `config.json` of an EAGLE-3, P-EAGLE or EAGLE-1 head to a `HeadConfig`.
 
-The conventions that differ between public heads are settled here, and nowhere else: where the
-architecture is written, what RoPE an absent field means, and how captured layers are numbered.
+Public heads differ in where the architecture is written, and in how captured layers are numbered.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from ...checks import are_ints, checked_int, is_int
-from ...config import MAX_DRAFT_LEN
 from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ...models.drafters.base import HeadConfig
-from ..families.llama import SLIDING, windows_by_type
-from ..hf_config import MAX_SIZE, parse_config, refuse_quantized
+from .fields import (
+    flag_field,
+    head_layers,
+    layer_ids,
+    refuse_other_layers,
+    size_field,
+    speculative_tokens,
+)
 from .masked import parse_masked
 from .records import Sources
 
@@ -35,24 +36,6 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 def default_layers_to_capture(num_layers: int) -> tuple[int, ...]:
     """EAGLE-3's own choice: low, middle, high (after 0-based layers 1, L/2 - 1, L - 4)."""
     return 1, num_layers // 2 - 1, num_layers - 4
-
-
-def canonical_eagle_names(sources: Sources, where: Path) -> Sources:
-    """Tensors under the names of `Eagle3Head`: no `model.` before, `layers.0.` for `midlayer.`.
-
-    Raises:
-        CheckpointError: two tensors would have the same name: the files of two heads are mixed.
-    """
-    renamed: Sources = {}
-    for name, source in sources.items():
-        new = re.sub(r"^midlayer\.", "layers.0.", re.sub(r"^model\.", "", name))
-        if new in renamed:
-            raise CheckpointError(
-                f"{where} holds both {renamed[new].name} and {name}, two names of one tensor: the "
-                "tensors of two heads are mixed. Copy one head again, into an empty directory."
-            )
-        renamed[new] = source
-    return renamed
 
 
 def parse_eagle(
@@ -92,8 +75,8 @@ def parse_eagle(
         _check_eagle1(common, masks[0], layers_to_capture, where)
         return replace(common, kind="eagle", format="EAGLE-1")
     flags = _flags(raw, where)
-    _refuse_unknown_eagle_config(raw, where)
-    layers, origin = _layers_to_capture(raw, where, target, layers_to_capture)
+    _refuse_unknown_eagle_config(nested, where)
+    layers, origin = _layers_to_capture(raw, nested, where, target, layers_to_capture)
     common = replace(common, layers_to_capture=layers, captured_by=origin, **flags)
     if masks[0] is None:
         return replace(common, trained_draft_len=masks[1])
@@ -114,7 +97,6 @@ def _architecture(raw: dict[str, Any], sources: Sources, where: Path) -> Decoder
             f"{where}: transformer_layer_config={inner!r}; the speculators format keeps the head's "
             "architecture there, as an object. Copy the file again from the head's source."
         )
-    refuse_quantized(raw, where)
     absent = [name for name in _REQUIRED if inner.get(name) is None]
     if absent and not speculators:
         raise CheckpointError(
@@ -187,98 +169,6 @@ def _with_masks(
     )
 
 
-def refuse_other_layers(decoder: DecoderConfig, drafter: str) -> None:
-    """What the layers of heads do not compute, though their config's family does."""
-    found = [
-        name
-        for name in ("sandwich_norms", "value_norm", "layer_scalar", "embedding_scale")
-        if getattr(decoder, name)
-    ]
-    if found:
-        raise CheckpointError(
-            f"{drafter} would have layers with {', '.join(found)} (Gemma's), which are supported "
-            "in targets and assistants alone. Use a Gemma-4 assistant, or draft otherwise."
-        )
-
-
-def head_layers(inner: dict[str, Any], sources: Sources, where: Path) -> DecoderConfig:
-    """The head's layers. Biases and q/k norms are those that the tensors have."""
-    values = {"model_type": "llama", **{k: v for k, v in inner.items() if v is not None}}
-    parameters = values.get("rope_parameters")
-    has_theta = isinstance(parameters, dict) and parameters.get("rope_theta") is not None
-    if "rope_theta" not in values and not has_theta:
-        # Plain RoPE with EAGLE's own base: never the target's, nor a family's newer default.
-        values["rope_theta"] = 10000.0
-    decoder = _with_windows(parse_config(values, where), values, where)
-    found = with_found_parameters(decoder, sources)
-    for name, tensor, there in (
-        ("attention_bias", "q_proj.bias", found.qkv_bias),
-        ("mlp_bias", "down_proj.bias", found.mlp_bias),
-    ):
-        given = inner.get(name)
-        if isinstance(given, bool) and given != there:
-            raise CheckpointError(
-                f"{where}: {name}={given}, but the checkpoint {'holds' if there else 'has no'} "
-                f"{tensor}. Set it to {str(there).lower()}, or use the weights that belong to this "
-                "config."
-            )
-    return found
-
-
-def _with_windows(decoder: DecoderConfig, values: dict[str, Any], where: Path) -> DecoderConfig:
-    """The config with the sliding windows of `layer_types`, which a Llama model has not."""
-    types = values.get("layer_types")
-    if any(decoder.layer_windows) or not isinstance(types, list) or SLIDING not in types:
-        return decoder
-    count, window = decoder.num_layers, values.get("sliding_window")
-    fields = SimpleNamespace(layer_types=types, num_hidden_layers=count, sliding_window=window)
-    return replace(decoder, layer_windows=windows_by_type(fields, where))
-
-
-def with_found_parameters(decoder: DecoderConfig, names: Sources) -> DecoderConfig:
-    """The config with the optional parameters that the first layer has."""
-    attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
-    return replace(
-        decoder,
-        qkv_bias=f"{attention}q_proj.bias" in names,
-        o_bias=f"{attention}o_proj.bias" in names,
-        qk_norm=f"{attention}q_norm.weight" in names,
-        mlp_bias=f"{mlp}down_proj.bias" in names,
-    )
-
-
-def size_field(raw: dict[str, Any], name: str, default: int, where: Path, least: int = 1) -> int:
-    value = raw.get(name)
-    if value is None:
-        return default
-    if not is_int(value, least, MAX_SIZE):
-        raise CheckpointError(
-            f"{where}: {name}={value!r}; it must be null or an int in {least} … {MAX_SIZE}. "
-            "Correct it."
-        )
-    return value
-
-
-def flag_field(raw: dict[str, Any], name: str, where: Path) -> bool:
-    value = raw.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"{where}: {name}={value!r}; it must be true or false. Correct it.")
-    return bool(value)
-
-
-def speculative_tokens(raw: dict[str, Any], where: Path) -> int | None:
-    """K as the speculators format proposes it, None if it does not."""
-    spec = raw.get("speculators_config")
-    methods = spec.get("proposal_methods") if isinstance(spec, dict) else None
-    if not isinstance(methods, list) or not methods or not isinstance(methods[0], dict):
-        return None
-    tokens = methods[0].get("speculative_tokens")
-    if tokens is None:
-        return None
-    allowed = range(1, MAX_DRAFT_LEN + 1)
-    return checked_int(where, "speculative_tokens", tokens, allowed, cure="Correct it.")
-
-
 def _eagle_config(raw: dict[str, Any], where: Path) -> dict[str, Any]:
     nested = raw.get("eagle_config") or {}
     if not isinstance(nested, dict):
@@ -288,9 +178,8 @@ def _eagle_config(raw: dict[str, Any], where: Path) -> dict[str, Any]:
     return nested
 
 
-def _refuse_unknown_eagle_config(raw: dict[str, Any], where: Path) -> None:
-    """Variants that share EAGLE-3's names but compute something else."""
-    nested = _eagle_config(raw, where)
+def _refuse_unknown_eagle_config(nested: dict[str, Any], where: Path) -> None:
+    """Refuses variants that share EAGLE-3's names but compute something else."""
     for name, needed in (("use_aux_hidden_state", True), ("use_mtp_layernorm", False)):
         if nested.get(name, needed) is not needed:
             raise CheckpointError(
@@ -301,12 +190,12 @@ def _refuse_unknown_eagle_config(raw: dict[str, Any], where: Path) -> None:
 
 def _layers_to_capture(
     raw: dict[str, Any],
+    nested: dict[str, Any],
     where: Path,
     target: DecoderConfig | None,
     asked: Sequence[int] | None,
 ) -> tuple[tuple[int, ...], str]:
-    """0-based layers whose output is captured, and where that comes from."""
-    nested = raw.get("eagle_config") or {}
+    """Returns 0-based layers whose output is captured, and where that comes from."""
     count = size_field(raw, "num_aux_hidden_states", 0, where)
     if asked is not None:
         origin = "eagle3_layers_to_capture"
@@ -343,11 +232,3 @@ def _layers_to_capture(
                 "eagle3_layers_to_capture."
             )
     return layers, origin
-
-
-def layer_ids(value: Any, name: str, where: Path) -> tuple[int, ...]:
-    if not are_ints(value) or not value:
-        raise CheckpointError(
-            f"{where}: {name}={value!r}; it must be a non-empty list of layer numbers. Correct it."
-        )
-    return tuple(value)

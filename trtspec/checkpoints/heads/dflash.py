@@ -1,127 +1,39 @@
-"""Reading a DFlash, DFlash2 or DSpark head: z-lab's format and that of speculators.
+"""Reading a DFlash, DFlash2 or DSpark head: z-lab's format, ModelOpt's and that of speculators.
 
-z-lab's config.json has Qwen3's fields, `block_size` and `dflash_config`; layers to capture are
-0-based outputs. ModelOpt exports heads so, DSpark's with `projector_type: "dspark"` in place of a
-name of their own. The speculators format (`speculators_model_type: "dflash"`) counts them as
-inputs. DFlash2 is DFlash with more fields. `context_embeddings` is a field of ours.
-
-Attention's own fields are those of MiMo-V2.5's heads and of ModelOpt's, as vLLM serves them:
-`attention_sink_bias` (a tensor of that name in every layer), `attention_value_scale`, and `use_swa`
-with `swa_window_size`. `use_swa` gives every layer that window, if `layer_types` has no sliding
-layer, and leaves sight as it is. Its windows are counted from each row of a block.
-The network is in `models/drafters/dflash.py`.
+`dflash_config.py` reads its config.json. The network is in `models/drafters/dflash.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ...attention.base import AttentionBackend
-from ...checks import checked_int, is_number
-from ...config import MAX_DRAFT_LEN
 from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ...models.drafters.base import DraftHead, HeadConfig
 from ...models.drafters.dflash import DFlashHead
-from ...models.drafters.markov import MARKOV_TYPES
-from ..hf_config import MAX_SIZE, refuse_quantized
-from .config import (
-    canonical_eagle_names,
-    flag_field,
-    head_layers,
-    layer_ids,
-    refuse_other_layers,
-    size_field,
-    speculative_tokens,
-)
-from .eagle import check_ends, check_vocabulary_map
-from .masked import mask_token
+from .dflash_config import is_dflash, is_dspark, parse_dflash
+from .fields import canonical_eagle_names
+from .fit import check_ends, check_vocabulary_map
 from .records import HeadFiles, HeadKind, HeadReport, HeadRequest, Sources
 
-ARCHITECTURES = (
-    "DFlashDraftModel",
-    "DFlashSpeculator",
-    "DFlash2DraftModel",
-    "DFlash2Speculator",
-    "DSparkDraftModel",
-    "DSparkSpeculator",
-    "Qwen3DSparkModel",
-)
 logger = logging.getLogger(__name__)
-_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_RELATIVES = {
-    "lilicorr_layers": "LiLiCorr's transformer over candidates",
-    "xpress_rank": "XPress's refinement",
-    "backbone_rotary_base": "a RoPE base of the context's own",
-    "lilicorr_enabled": "LiLiCorr's transformer over candidates",
-}
-"""Fields by which a head computes more than DFlash does."""
-MAX_CANDIDATES = 128
 _CONTEXT_EMBEDDING = "context_embedding_fc.weight"
-_SINKS = ("attention_sink_bias", "add_swa_attention_sink_bias")
-WINDOWS_SEE = "sliding_window_non_causal"
-
-
-def default_target_layers(num_draft_layers: int, num_layers: int) -> tuple[int, ...]:
-    """DFlash's own choice, 0-based outputs: evenly from layer 1 to the fourth from the end."""
-    if num_draft_layers == 1:
-        return (num_layers // 2,)
-    step = (num_layers - 4) / (num_draft_layers - 1)
-    return tuple(round(1 + i * step) for i in range(num_draft_layers))
-
-
-def _is_dflash(files: HeadFiles, asked: str | None) -> bool:
-    raw, kind = files.raw, files.raw.get("speculators_model_type")
-    if kind is not None:
-        return str(kind) in ("dflash", "dflash2", "dspark", "xpress")
-    named = any("DFlash" in name or "DSpark" in name for name in _architectures(raw))
-    return named or "dflash_config" in raw
-
-
-def _architectures(raw: dict[str, Any]) -> list[str]:
-    """Returns the names of `architectures`; none where it is no list."""
-    names = raw.get("architectures")
-    return [str(name) for name in names] if isinstance(names, list) else []
-
-
-def _is_dflash2(raw: dict[str, Any], nested: dict[str, Any]) -> bool:
-    named = raw.get("speculators_model_type") == "dflash2"
-    named = named or any("DFlash2" in name for name in _architectures(raw))
-    return named or any(raw.get(name) or nested.get(name) for name in _DFLASH2)
-
-
-def _is_dspark(files: HeadFiles, asked: str | None) -> bool:
-    raw = files.raw
-    if raw.get("speculators_model_type") is not None:
-        return raw["speculators_model_type"] == "dspark"
-    named = any("DSpark" in name for name in _architectures(raw)) or _projector(raw) == "dspark"
-    return _is_dflash(files, asked) and named
-
-
-def _projector(raw: dict[str, Any]) -> Any:
-    """Returns what ModelOpt calls a head's kind, None of other formats."""
-    nested = raw.get("dflash_config")
-    inside = nested.get("projector_type") if isinstance(nested, dict) else None
-    return raw.get("projector_type") or inside
 
 
 def _read(
     report: HeadReport, files: HeadFiles, request: HeadRequest, target: DecoderConfig | None
 ) -> HeadConfig:
-    report.tensors = canonical_eagle_names(files.sources, files.head_dir)
     report.tensors = {
         name: source
-        for name, source in report.tensors.items()
+        for name, source in canonical_eagle_names(files.sources, files.head_dir).items()
         if not name.startswith(("verifier_norm.", "verifier_lm_head."))  # of training alone
     }
-    if _is_dspark(files, None):
+    if is_dspark(files.raw):
         report.tensors = _dspark_tensors(report.tensors)
     if "fc.weight" not in report.tensors:
         raise CheckpointError(
@@ -134,7 +46,9 @@ def _read(
             "read. Put it into an embed_tokens.weight of the head, in the row of mask_token_id, "
             "and remove the file."
         )
-    config = report.config = parse_dflash(files, report, target, request.layers_to_capture)
+    config = report.config = parse_dflash(
+        files.raw, report.tensors, files.config_path, target, request.layers_to_capture
+    )
     _check_context_embeddings(report, config, files.config_path)
     _check_sinks(report, config, files.config_path)
     check_ends(report, config, target)
@@ -189,284 +103,10 @@ def _dspark_tensors(sources: Sources) -> Sources:
     return renamed
 
 
-def parse_dflash(
-    files: HeadFiles,
-    report: HeadReport,
-    target: DecoderConfig | None,
-    asked: Any,
-) -> HeadConfig:
-    """Returns the config of a DFlash head.
-
-    Args:
-        report: with the tensors, under canonical names.
-        target: gives the number of layers that the default capture needs.
-        asked: the user's layers to capture, which win over the checkpoint's.
-
-    Raises:
-        CheckpointError: a field is missing, or is not what it can be; another kind of head.
-    """
-    raw, where = files.raw, files.config_path
-    names = raw.get("architectures")
-    if names is not None and (not isinstance(names, list) or not names):
-        raise CheckpointError(
-            f"{where}: architectures={names!r}; it must be a list of names, "
-            f'["{ARCHITECTURES[0]}"] for one. Correct it.'
-        )
-    speculators = raw.get("speculators_model_type")
-    nested = {} if raw.get("dflash_config") is None else raw["dflash_config"]
-    inner = raw.get("transformer_layer_config") if speculators else raw
-    if not isinstance(nested, dict) or not isinstance(inner, dict):
-        raise CheckpointError(
-            f"{where}: dflash_config and transformer_layer_config must be objects. Copy the file "
-            "again from the head's source."
-        )
-    is_dspark, is_dflash2 = _is_dspark(files, None), _is_dflash2(raw, nested)
-    name = "DSpark" if is_dspark else "DFlash2" if is_dflash2 else "DFlash"
-    _refuse_relatives(raw, nested, name, where)
-    refuse_quantized(raw, where)
-    flags = {**nested, **{name: value for name, value in raw.items() if value is not None}}
-    if flags.get("swa_window_size") is not None:  # it counts before sliding_window, as in vLLM
-        inner = {**inner, "sliding_window": size_field(flags, "swa_window_size", 1, where)}
-        if inner.get("layer_types"):  # these say what slides
-            inner["use_sliding_window"] = True
-    decoder = head_layers({"model_type": "qwen3", **inner}, report.tensors, where)
-    refuse_other_layers(decoder, f"{where}: DFlash heads")
-    sinks = any([flag_field(flags, name, where) for name in _SINKS])
-    decoder = replace(decoder, attention_sinks=sinks)
-    if is_dspark and flags.get("sample_from_anchor") is None:
-        flags["sample_from_anchor"] = flags.get("shift_label") is not False  # ModelOpt's name
-    anchor = flag_field(flags, "sample_from_anchor", where)
-    block = _required(flags, "block_size", where)
-    block = checked_int(where, "block_size", block, range(2, MAX_DRAFT_LEN + 1), cure="Correct it.")
-    if raw.get("speculators_model_type") == "dflash2" and raw.get(WINDOWS_SEE) is None:
-        raw = {**raw, WINDOWS_SEE: True}  # what the format means by its absence
-    sees_ahead = _sees_ahead(raw, nested, decoder, where)
-    windows_by_row = flag_field(flags, "use_swa", where)
-    if windows_by_row:
-        decoder = _with_one_window(decoder, inner, block, where)
-    else:
-        decoder = widened(decoder, sees_ahead, block)
-    mask = _required(flags, "mask_token_id", where)
-    layers, origin = _target_layers(flags, where, decoder.num_layers, target, asked)
-    trained = block if anchor else block - 1
-    rank = 0
-    if is_dspark:
-        rank = size_field(flags, "markov_rank", 256, where, least=0)  # 0: without the bias
-        if flags.get("markov_head_type", "vanilla") not in MARKOV_TYPES:
-            raise CheckpointError(
-                f"{where}: markov_head_type={flags['markov_head_type']!r}; allowed are "
-                f"{', '.join(MARKOV_TYPES)}. Use a head of one of these."
-            )
-    extra = _dflash2_fields(flags, decoder, block, where) if is_dflash2 else {}
-    vocab = size_field(raw, "draft_vocab_size", decoder.vocab_size, where)
-    if is_dflash2 and vocab != decoder.vocab_size:
-        raise CheckpointError(
-            f"{where}: draft_vocab_size={vocab}, vocab_size={decoder.vocab_size}: a DFlash2 head "
-            "drafts the target's whole vocabulary. Use a head that does, or correct the field."
-        )
-    return HeadConfig(
-        kind="dspark" if is_dspark else "dflash",
-        format=f"{name}, speculators format" if speculators else f"{name}, z-lab's format",
-        markov_rank=rank,
-        markov_kind=flags.get("markov_head_type", "vanilla"),
-        decoder=decoder,
-        target_hidden_size=size_field(flags, "target_hidden_size", decoder.hidden_size, where),
-        draft_vocab_size=vocab,
-        own_embedding="embed_tokens.weight" in report.tensors,
-        own_lm_head="lm_head.weight" in report.tensors,
-        layers_to_capture=layers,
-        captured_by=origin,
-        fc_bias="fc.bias" in report.tensors,
-        suggested_draft_len=min(speculative_tokens(raw, where) or trained, trained),
-        mask_token_id=mask_token("mask_token_id", mask, where, decoder.vocab_size),
-        trained_draft_len=trained,
-        sees_ahead=sees_ahead,
-        windows_by_row=windows_by_row,
-        value_scale=_factor(flags, "attention_value_scale", where, zero_is_none=False) or 1.0,
-        samples_from_anchor=anchor,
-        logit_scale=_factor(flags, "output_multiplier", where) or 1.0,
-        logit_softcap=_factor(flags, "final_logit_softcapping", where),
-        embedding_scale=_factor(flags, "input_embedding_scale", where),
-        context_embeddings=flag_field(flags, "context_embeddings", where),
-        **extra,
-    )
-
-
-def _refuse_relatives(
-    raw: dict[str, Any], nested: dict[str, Any], variant: str, where: Path
-) -> None:
-    """Heads that look like DFlash's and compute more."""
-    kind = raw.get("speculators_model_type") or "dflash"
-    names = _architectures(raw) or [ARCHITECTURES[0]]
-    relatives = dict(_RELATIVES)
-    if variant != "DSpark":
-        relatives["markov_rank"] = "a bias like DSpark's"
-    else:
-        relatives |= dict.fromkeys(_DFLASH2, "DFlash2's parts")
-    found = [what for name, what in relatives.items() if raw.get(name) or nested.get(name)]
-    if False in (raw.get("is_neox_style"), nested.get("is_neox_style")):
-        found.append("RoPE that rotates neighbours, is_neox_style false")
-    projector = _projector(raw)
-    if projector not in (None, variant.lower()):
-        found.append(f"projector_type {projector!r}")
-    is_other = kind not in ("dflash", "dflash2", "dspark") or names[0] not in ARCHITECTURES
-    if found or is_other:
-        what = ", ".join(dict.fromkeys(found)) or kind
-        raise CheckpointError(
-            f"{where} is a head of {names[0]} ({what}). Of its relatives DFlash, DFlash2 and "
-            "DSpark are supported: use a head of one of these."
-        )
-
-
-def _dflash2_fields(
-    fields: dict[str, Any], decoder: DecoderConfig, block: int, where: Path
-) -> dict[str, Any]:
-    """Returns the fields of `HeadConfig` that DFlash2 has more than DFlash."""
-    largest = {"conv_kernel_size": block, "selector_top_k": min(MAX_CANDIDATES, decoder.vocab_size)}
-    taps, group, rank, count = (
-        checked_int(
-            where,
-            name,
-            _required(fields, name, where, "DFlash2"),
-            range(1, largest.get(name, MAX_SIZE) + 1),
-            cure="Correct it.",
-        )
-        for name in _DFLASH2
-    )
-    if decoder.hidden_size % group:
-        raise CheckpointError(
-            f"{where}: conv_group_size={group} does not divide hidden_size={decoder.hidden_size}. "
-            "Correct it."
-        )
-    if any(decoder.moe_of_layer(i) is not None for i in range(decoder.num_layers)):
-        raise CheckpointError(
-            f"{where}: DFlash2 layers with experts are not supported. Use a dense head."
-        )
-    return {
-        "block_convolution": (taps, group),
-        "selector_rank": rank,
-        "selector_candidates": count,
-    }
-
-
-def _factor(
-    fields: dict[str, Any], name: str, where: Path, zero_is_none: bool = True
-) -> float | None:
-    """Returns a number above 0; None where there is none, or 0 stands for none."""
-    value = fields.get(name)
-    if value is None or (zero_is_none and is_number(value) and value == 0):
-        return None
-    if not is_number(value) or not 0 < value < math.inf:
-        raise CheckpointError(
-            f"{where}: {name}={value!r}; it must be null or a number above 0. Correct it."
-        )
-    return float(value)
-
-
-def _required(fields: dict[str, Any], name: str, where: Path, kind: str = "DFlash") -> Any:
-    value = fields.get(name)
-    if value is None:
-        raise CheckpointError(
-            f"{where} does not say {name}, which a {kind} head cannot do without. Copy the file "
-            "again from the head's source."
-        )
-    return value
-
-
-def _sees_ahead(
-    raw: dict[str, Any], nested: dict[str, Any], decoder: DecoderConfig, where: Path
-) -> tuple[bool, ...]:
-    """Of each layer, whether the rows of a block see later ones.
-
-    `is_causal` and `causal` are about all layers. Without them full layers see ahead. Sliding ones
-    do not in z-lab's format, and where the speculators format says so.
-    """
-    for fields, name in ((raw, "is_causal"), (nested, "causal"), (nested, "causal_head")):
-        if fields.get(name) is not None:
-            return (not flag_field(fields, name, where),) * decoder.num_layers
-    windows_see = flag_field(raw, WINDOWS_SEE, where)
-    slides = [decoder.window(i) is not None for i in range(decoder.num_layers)]
-    return tuple(windows_see or not slide for slide in slides)
-
-
-def _with_one_window(
-    decoder: DecoderConfig, inner: dict[str, Any], block: int, where: Path
-) -> DecoderConfig:
-    """Returns the layers with the window of `use_swa`.
-
-    Every layer has it, unless `layer_types` says which ones slide.
-    """
-    window = size_field(inner, "sliding_window", 0, where)
-    if window < block:  # rows of a block see each other, whatever their windows
-        raise CheckpointError(
-            f"{where} says use_swa, with swa_window_size={window or None}: it must be an int from "
-            f"block_size={block} on. Correct it, or remove use_swa."
-        )
-    if any(decoder.layer_windows):
-        return decoder
-    return replace(decoder, layer_windows=(window,) * decoder.num_layers)
-
-
-def widened(decoder: DecoderConfig, sees_ahead: tuple[bool, ...], block: int) -> DecoderConfig:
-    """Returns the layers with wider windows where rows see ahead.
-
-    They reach as far back from a block's end as the checkpoint's do from its start.
-    """
-    windows = [decoder.window(i) for i in range(decoder.num_layers)]
-    wider = tuple(
-        window + block if window is not None and ahead else window
-        for window, ahead in zip(windows, sees_ahead, strict=True)
-    )
-    return replace(decoder, layer_windows=wider) if any(wider) else decoder
-
-
-def _target_layers(
-    fields: dict[str, Any],
-    where: Path,
-    num_draft_layers: int,
-    target: DecoderConfig | None,
-    asked: Any,
-) -> tuple[tuple[int, ...], str]:
-    """Returns 0-based layers whose output is captured, and where that comes from."""
-    inputs, outputs = fields.get("aux_hidden_state_layer_ids"), fields.get("target_layer_ids")
-    if asked is not None:
-        layers, origin = layer_ids(asked, "target_layer_ids", where), "target_layer_ids"
-    elif inputs is not None:
-        ids = layer_ids(inputs, "aux_hidden_state_layer_ids", where)
-        layers = tuple(i - 1 for i in ids)
-        origin = f"aux_hidden_state_layer_ids {list(ids)} (inputs)"
-    elif outputs is not None:
-        layers = layer_ids(outputs, "target_layer_ids", where)
-        origin = "config.json's target_layer_ids (outputs)"
-    else:
-        total = fields.get("num_target_layers") or (target.num_layers if target else None)
-        if not isinstance(total, int):
-            raise CheckpointError(f"{where} does not say target_layer_ids. Give target_layer_ids.")
-        layers, origin = default_target_layers(num_draft_layers, total), "default"
-    wrong = [i for i in layers if i < 0 or (target is not None and i >= target.num_layers)]
-    if wrong:
-        most = "" if target is None else f" of a target of {target.num_layers} layers"
-        raise CheckpointError(
-            f"{where}: layers to capture {list(layers)} (0-based outputs, from {origin}): "
-            f"{wrong[0]} is no layer{most}. Use the head's own target, or give target_layer_ids."
-        )
-    return layers, origin
-
-
-def _network(
-    config: HeadConfig, num_positions: int, backend: AttentionBackend, kv_group: int
-) -> DraftHead:
-    return DFlashHead(config, num_positions, backend, kv_group)
-
-
 def _attach(head: DraftHead, report: HeadReport, device: torch.device, dtype: torch.dtype) -> None:
     assert isinstance(head, DFlashHead)
     head.scale_values()
     head.prepare_context()
-
-
-def _surplus_hint(config: HeadConfig) -> str:
-    return "num_hidden_layers in config.json (DSpark: markov_rank), or "
 
 
 DFLASH = HeadKind(
@@ -475,11 +115,11 @@ DFLASH = HeadKind(
     how_to_give=(
         "DFlashDecodingConfig(speculative_model=…), on the command line with --speculative dflash"
     ),
-    recognizes=_is_dflash,
+    recognizes=lambda files, asked: is_dflash(files.raw),
     read=_read,
-    network=_network,
+    network=DFlashHead,
     attach=_attach,
-    surplus_hint=_surplus_hint,
+    surplus_hint=lambda config: "num_hidden_layers in config.json (DSpark: markov_rank), or ",
 )
 DSPARK = replace(
     DFLASH,
@@ -488,5 +128,5 @@ DSPARK = replace(
     how_to_give=(
         "DSparkDecodingConfig(speculative_model=…), on the command line with --speculative dspark"
     ),
-    recognizes=_is_dspark,
+    recognizes=lambda files, asked: is_dspark(files.raw),
 )

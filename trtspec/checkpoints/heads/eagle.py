@@ -1,7 +1,7 @@
-"""Reading an EAGLE-3, P-EAGLE or EAGLE-1 head: its tensors and vocabulary map, and its fit.
+"""Reading an EAGLE-3, P-EAGLE or EAGLE-1 head.
 
-`config.py` reads its config.json, `masked.py` what makes it a P-EAGLE head. The networks are in
-`models/drafters/eagle.py`.
+`config.py` reads its config.json, `masked.py` what makes it a P-EAGLE head, and `fit.py` compares
+it with the target. The networks are in `models/drafters/eagle.py`.
 """
 
 from __future__ import annotations
@@ -9,19 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from ...attention.base import AttentionBackend
 from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ...models.drafters.base import DraftHead, HeadConfig
 from ...models.drafters.eagle import Eagle3Head, EagleHead
-from ..tensors import TensorSource
-from .config import canonical_eagle_names, parse_eagle
-from .masked import MASK_HIDDEN, mask_hidden_problem, read_mask_hidden
+from .config import parse_eagle
+from .fields import canonical_eagle_names
+from .fit import check_ends, check_vocabulary_map
+from .masked import check_mask_hidden
 from .records import HeadFiles, HeadKind, HeadReport, HeadRequest
-
-_VOCABULARY_MAPS = ("d2t", "t2d")
 
 
 def _is_eagle(files: HeadFiles, asked: str | None) -> bool:
@@ -43,7 +41,8 @@ def _read(
     config = _settle_captures(report, config)
     check_ends(report, config, target)
     check_vocabulary_map(report, config)
-    _check_mask_hidden(report, config)
+    if config.mask_token_id is not None:
+        check_mask_hidden(report, config)
     return config
 
 
@@ -84,7 +83,10 @@ EAGLE = HeadKind(
 
 
 def _settle_captures(report: HeadReport, config: HeadConfig) -> HeadConfig:
-    """How many layers are captured, from fc's width, where neither config nor target says so."""
+    """Returns the config with as many layers to capture as fc's width has room for, numbered -1.
+
+    That is where neither the config nor a target says which.
+    """
     if config.kind != "eagle3" or config.layers_to_capture:
         return config
     shape = report.tensors["fc.weight"].shape
@@ -95,103 +97,3 @@ def _settle_captures(report: HeadReport, config: HeadConfig) -> HeadConfig:
         )
     width = shape[1]
     return replace(config, layers_to_capture=(-1,) * max(1, width // config.target_hidden_size))
-
-
-def check_ends(report: HeadReport, config: HeadConfig, target: DecoderConfig | None) -> None:
-    """Widths and vocabularies against the target's, above all where its ends are shared."""
-    size, vocab = config.decoder.hidden_size, config.decoder.vocab_size
-    if not config.own_lm_head and config.draft_vocab_size != vocab:
-        report.problems.append(
-            f"draft_vocab_size={config.draft_vocab_size} is not vocab_size={vocab}, but there is "
-            "no lm_head.weight to draft with. Use a head that has one, or set draft_vocab_size to "
-            "null to share the target's."
-        )
-    if target is None:
-        return
-    if config.target_hidden_size != target.hidden_size:
-        report.problems.append(
-            f"The head reads hidden states of width {config.target_hidden_size}, the target's are "
-            f"{target.hidden_size} wide. Use a head trained for this target, or correct "
-            "target_hidden_size in its config.json."
-        )
-    if vocab != target.vocab_size:
-        report.problems.append(
-            f"The head's vocab_size is {vocab}, the target's {target.vocab_size}. Use a head "
-            "trained for this target."
-        )
-    for has_it, name in ((config.own_embedding, "embed_tokens"), (config.own_lm_head, "lm_head")):
-        if not has_it and size != target.hidden_size:
-            report.problems.append(
-                f"The head has no {name} of its own and is {size} wide; the target's, to be "
-                f"shared, is {target.hidden_size} wide. Use a head that carries its {name}."
-            )
-
-
-def check_vocabulary_map(report: HeadReport, config: HeadConfig) -> None:
-    """d2t maps each draft id to another target id; t2d, if it is there, marks exactly those."""
-    tensors = report.tensors
-    size, vocab = config.draft_vocab_size, config.decoder.vocab_size
-    maps = {name: tensors.pop(name) for name in _VOCABULARY_MAPS if name in tensors}
-    if "d2t" not in maps:
-        if config.own_lm_head and size != vocab:
-            report.problems.append(
-                f"The head drafts among {size} of {vocab} tokens, but has no d2t to say which. "
-                "Copy the head again, with d2t."
-            )
-        return
-    source = maps["d2t"]
-    if not config.own_lm_head:
-        report.problems.append(
-            "There is a d2t, but no lm_head.weight whose tokens it maps. Copy the head again, with "
-            "both or neither."
-        )
-        return
-    if source.shape != (size,) or source.dtype not in ("I64", "I32"):
-        report.problems.append(
-            f"d2t has shape {list(source.shape)} and dtype {source.dtype}; it must be [{size}] "
-            "(draft_vocab_size) of I64. Correct draft_vocab_size, or copy the head again."
-        )
-        return
-    offsets = source.read().to(torch.int64)
-    targets = torch.arange(size) + offsets
-    outside = ((targets < 0) | (targets >= vocab)).nonzero().flatten()
-    if len(outside):
-        i = int(outside[0])
-        ids = int(offsets.max()) < vocab and len(offsets.unique()) == size
-        hint = " It seems to hold ids in place of offsets: subtract arange." if ids else ""
-        report.problems.append(
-            f"d2t maps draft token {i} to {i} + {int(offsets[i])} = {int(targets[i])}, outside the "
-            f"target's vocabulary 0 … {vocab - 1}.{hint} Use the head's own d2t and vocab_size."
-        )
-        return
-    if len(targets.unique()) != size:
-        report.problems.append(
-            f"d2t maps {size} draft tokens to {len(targets.unique())} target tokens: some are the "
-            "same. It must hold offsets, target_id = draft_id + d2t[draft_id]. Copy it again."
-        )
-    if "t2d" in maps:
-        _check_t2d(report, maps["t2d"], targets, vocab)
-    report.d2t = offsets if bool(offsets.any()) else None
-
-
-def _check_mask_hidden(report: HeadReport, config: HeadConfig) -> None:
-    if config.mask_token_id is None:
-        return
-    source = report.tensors.pop(MASK_HIDDEN)
-    width = len(config.layers_to_capture) * config.target_hidden_size
-    problem = mask_hidden_problem(source, width)
-    if problem:
-        report.problems.append(problem)
-    else:
-        report.mask_hidden = read_mask_hidden(source)
-
-
-def _check_t2d(report: HeadReport, source: TensorSource, targets: Tensor, vocab: int) -> None:
-    marked = source.read().to(torch.bool).flatten()
-    expected = torch.zeros(vocab, dtype=torch.bool)
-    expected[targets] = True
-    if not torch.equal(marked, expected):
-        report.problems.append(
-            f"t2d marks {int(marked.sum())} of {len(marked)} target tokens, and not those that d2t "
-            "maps to: they are of two heads. Copy both from one."
-        )

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...checks import is_int
 from ...errors import CheckpointError
@@ -19,7 +18,7 @@ from ...models.drafters.base import DraftHead, HeadConfig
 from ...models.drafters.clustered_head import ORDERING, ClusteredHead
 from ...models.drafters.gemma_assistant import KIND, MODEL_TYPES, GemmaAssistant, layer_read
 from ...models.rope import build_cos_sin, rotation_order
-from ..hf_config import MAX_SIZE, parse_config, refuse_quantized
+from ..hf_config import MAX_SIZE, parse_config
 from ..tensors import TensorSource
 from .records import HeadFiles, HeadKind, HeadReport, HeadRequest
 
@@ -27,12 +26,11 @@ from .records import HeadFiles, HeadKind, HeadReport, HeadRequest
 def read_assistant(
     raw: dict[str, Any], sources: dict[str, TensorSource], where: Path
 ) -> tuple[HeadConfig, dict[str, TensorSource]]:
-    """The config in `where`, and the tensors under the names of `GemmaAssistant`.
+    """Returns the config in `where`, and the tensors under the names of `GemmaAssistant`.
 
     Raises:
         CheckpointError: a field is missing, or asks for what is not computed here.
     """
-    refuse_quantized(raw, where)
     text = raw.get("text_config")
     if not isinstance(text, dict):
         raise CheckpointError(
@@ -80,7 +78,7 @@ def _are_equal(one: TensorSource, other: TensorSource) -> bool:
 
 
 def assistant_problems(config: HeadConfig, target: DecoderConfig) -> list[str]:
-    """Why the assistant cannot draft for this target, each with a cure."""
+    """Returns why the assistant cannot draft for this target, each with a cure."""
     decoder, cure = config.decoder, "Use the assistant made for this target."
     problems = []
     if config.target_hidden_size != target.hidden_size:
@@ -132,7 +130,7 @@ def _rotate_alike(layer: DecoderConfig, target_layer: DecoderConfig) -> bool:
 
 
 def cluster_counts(raw: dict[str, Any], vocab_size: int, where: Any) -> tuple[int, int]:
-    """(clusters, those of which logits are computed), (0, 0) without clusters.
+    """Returns (clusters, those of which logits are computed), (0, 0) without clusters.
 
     Raises:
         CheckpointError: they are not numbers that fit the vocabulary.
@@ -158,36 +156,23 @@ def cluster_counts(raw: dict[str, Any], vocab_size: int, where: Any) -> tuple[in
 
 
 def _read_clusters(report: HeadReport, config: HeadConfig) -> None:
-    count, vocab = config.lm_head_clusters[0], config.decoder.vocab_size
-    if not count:
-        return
-    clusters = read_clusters(report.tensors.pop(ORDERING, None), count, vocab)
-    if isinstance(clusters, str):
-        report.problems.append(clusters)
-    else:
-        report.clusters = clusters
-
-
-def read_clusters(source: TensorSource | None, num_clusters: int, vocab_size: int) -> Tensor | str:
-    """`token_ordering` as [C, V / C] int64; or what is wrong with it, and the cure."""
+    """Takes `token_ordering` from the tensors, or says what is wrong with it."""
+    vocab, cure = config.decoder.vocab_size, "Copy the assistant again from its source."
+    source = report.tensors.pop(ORDERING, None)
     if source is None:
-        return f"{ORDERING} is missing. Copy the assistant again from its source."
-    if source.shape != (vocab_size,) or source.dtype not in ("I64", "I32"):
-        return (
+        report.problems.append(f"{ORDERING} is missing. {cure}")
+    elif source.shape != (vocab,) or source.dtype not in ("I64", "I32"):
+        report.problems.append(
             f"{source.name} has shape {list(source.shape)} and dtype {source.dtype}; it must be "
-            f"[{vocab_size}] (vocab_size) of I64. Copy the assistant again from its source."
+            f"[{vocab}] (vocab_size) of I64. {cure}"
         )
-    ordering = source.read().to(torch.int64)
-    if not torch.equal(ordering.sort().values, torch.arange(vocab_size)):
-        return (
-            f"{source.name} does not hold each token of 0 … {vocab_size - 1} once. Copy the "
-            "assistant again from its source."
-        )
-    return ordering.view(num_clusters, -1)
-
-
-def _is_assistant(files: HeadFiles, asked: str | None) -> bool:
-    return files.raw.get("model_type") in MODEL_TYPES
+    else:
+        ordering = source.read().to(torch.int64)
+        if not torch.equal(ordering.sort().values, torch.arange(vocab)):
+            report.problems.append(
+                f"{source.name} does not hold each token of 0 … {vocab - 1} once. {cure}"
+            )
+        report.clusters = ordering.view(config.lm_head_clusters[0], -1)
 
 
 def _read(
@@ -195,7 +180,8 @@ def _read(
 ) -> HeadConfig:
     config, report.tensors = read_assistant(files.raw, files.sources, files.config_path)
     report.config = config
-    _read_clusters(report, config)
+    if config.lm_head_clusters[0]:
+        _read_clusters(report, config)
     if target is not None:
         report.problems += assistant_problems(config, target)
     return config
@@ -207,17 +193,13 @@ def _attach(head: DraftHead, report: HeadReport, device: torch.device, dtype: to
         head.lm_head.clusters = report.clusters.to(device)
 
 
-def _surplus_hint(config: HeadConfig) -> str:
-    return "use_ordered_embeddings (it has masked_embedding.…), or "
-
-
 GEMMA_ASSISTANT = HeadKind(
     asked_as="mtp",
     description="is a Gemma-4 assistant",
     how_to_give="MTPDecodingConfig(speculative_model=…)",
-    recognizes=_is_assistant,
+    recognizes=lambda files, asked: files.raw.get("model_type") in MODEL_TYPES,
     read=_read,
     network=GemmaAssistant,
     attach=_attach,
-    surplus_hint=_surplus_hint,
+    surplus_hint=lambda config: "use_ordered_embeddings (it has masked_embedding.…), or ",
 )

@@ -147,7 +147,7 @@ def _open(head_dir: Path, stack: ExitStack) -> HeadFiles:
     sources = open_checkpoint(head_dir, stack, pickle=True)
     where = head_dir / "config.json"
     raw = read_json_object(where, "Point to the head's directory.")
-    return HeadFiles(head_dir, where, raw, dequantized(sources, raw, where))
+    return HeadFiles(head_dir, raw, dequantized(sources, raw, where))
 
 
 def _with_window(config: HeadConfig, files: HeadFiles, request: HeadRequest) -> HeadConfig:
@@ -170,7 +170,7 @@ def _with_window(config: HeadConfig, files: HeadFiles, request: HeadRequest) -> 
 
 
 def _check_tensors(report: HeadReport, kind: HeadKind, config: HeadConfig) -> None:
-    """Every parameter has its tensor, of the right shape and finite, and no tensor is left."""
+    """Reports parameters without a tensor, wrong tensors, and tensors that are left over."""
     sources = report.tensors
     layers = {name.split(".")[1] for name in sources if name.startswith("layers.")}
     if config.decoder.num_layers > len(layers):
@@ -226,7 +226,7 @@ def _tensor_problem(
 
 
 def _placements_with_offsets(head: DraftHead) -> dict[str, Placement]:
-    """`placements`, with 1 added to the weights of norms that the checkpoint has around 0."""
+    """Returns `placements`, which add 1 to weights of norms that the checkpoint has around 0."""
     placement_of = placements(head)
     if head.config.zero_centered_norms:
         for name, placement in placement_of.items():
@@ -238,7 +238,7 @@ def _placements_with_offsets(head: DraftHead) -> dict[str, Placement]:
 def _drop_what_the_target_has(
     head: DraftHead, sources: Sources, target: HeadTarget, dtype: torch.dtype
 ) -> None:
-    """Own ends that are copies of the target's are not loaded a second time."""
+    """Leaves out an embedding or lm_head of the head that is a copy of the target's."""
     embedding, lm_head = target.embed_tokens.weight, target.lm_head.weight
     if target.config.tie_word_embeddings:
         lm_head = embedding

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...checks import checked_int, is_int
 from ...config import MAX_DRAFT_LEN
 from ...errors import CheckpointError
+from ...models.drafters.base import HeadConfig
 from ...utils import renamed
 from ..tensors import FLOATS, TensorSource
+from .records import HeadReport
 
 MASK_HIDDEN = "mask_hidden"
 _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
@@ -90,12 +91,20 @@ def mask_token(name: str, value: Any, where: Path, vocab_size: int) -> int:
     return int(value)
 
 
-def mask_hidden_problem(source: TensorSource, width: int) -> str | None:
-    """Returns what is wrong with `mask_hidden`, and its cure; None if it fits.
+def check_mask_hidden(report: HeadReport, config: HeadConfig) -> None:
+    """Takes `mask_hidden` from a P-EAGLE head's tensors, if it fits the captured layers."""
+    source = report.tensors.pop(MASK_HIDDEN)
+    problem = _mask_hidden_problem(
+        source, len(config.layers_to_capture) * config.target_hidden_size
+    )
+    if problem is None:
+        report.mask_hidden = source.read().reshape(1, -1)
+    else:
+        report.problems.append(problem)
 
-    Args:
-        width: captured layers times the target's width.
-    """
+
+def _mask_hidden_problem(source: TensorSource, width: int) -> str | None:
+    """Returns what is wrong with it, and its cure; None if it fits."""
     if source.shape not in ((width,), (1, width), (1, 1, width)):
         return (
             f"{source.name} in {source.path} has shape {list(source.shape)}; it must be "
@@ -113,11 +122,6 @@ def mask_hidden_problem(source: TensorSource, width: int) -> str | None:
             "broken: copy it again, or use another one."
         )
     return None
-
-
-def read_mask_hidden(source: TensorSource) -> Tensor:
-    """Returns it as a row of captured states, [1, width]."""
-    return source.read().reshape(1, -1)
 
 
 def _only_value(

@@ -13,7 +13,7 @@ from ...models.drafters.base import HeadConfig
 from ...models.drafters.mtp import MTPHead, mtp_decoder_config
 from ..hf_config import parse_config
 from ..tensors import some
-from .config import refuse_other_layers, with_found_parameters
+from .fields import refuse_other_layers, with_found_parameters
 from .mtp_layouts import MTPLayout, mtp_layout, mtp_names
 from .records import HeadFiles, HeadKind, HeadReport, HeadRequest, Sources
 

@@ -76,8 +76,8 @@ MTP_LAYOUTS = (
 def mtp_layout(names: set[str]) -> MTPLayout | None:
     """The layout whose markers are among the tensor names, if there is one."""
     for layout in MTP_LAYOUTS:
-        projections = {old for old, new in layout.renames.items() if new == "eh_proj"}
-        last = layout.marker or (projections or {"eh_proj"}).pop()
+        checkpoint_names = {new: old for old, new in layout.renames.items()}
+        last = layout.marker or checkpoint_names.get("eh_proj", "eh_proj")
         prefix = layout.prefix if layout.shared_prefix is None else re.escape(layout.shared_prefix)
         if any(re.fullmatch(rf"{prefix}{last}\.weight", name) for name in names):
             return layout

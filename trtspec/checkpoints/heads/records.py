@@ -50,9 +50,12 @@ class HeadFiles:
     """A head's directory, opened."""
 
     head_dir: Path
-    config_path: Path  # config.json, for messages
-    raw: dict[str, Any]  # its content
+    raw: dict[str, Any]  # config.json's content
     sources: Sources  # tensors under the checkpoint's names
+
+    @property
+    def config_path(self) -> Path:
+        return self.head_dir / "config.json"
 
 
 @dataclass
@@ -81,16 +84,6 @@ class HeadReport:
         return self.config
 
 
-def _attach_nothing(
-    head: DraftHead, report: HeadReport, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Every tensor of the head is a parameter."""
-
-
-def _no_hint(config: HeadConfig) -> str:
-    return ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class HeadKind:
     """How one kind of head is recognized, read and built: a row of `HEAD_KINDS`."""
@@ -104,7 +97,9 @@ class HeadKind:
     """Puts tensors and problems into the report; returns the config. The config is the target's,
     None where the head is read alone."""
     network: Network
-    attach: Callable[[DraftHead, HeadReport, torch.device, torch.dtype], None] = _attach_nothing
+    attach: Callable[[DraftHead, HeadReport, torch.device, torch.dtype], None] = (
+        lambda head, report, device, dtype: None
+    )
     """Gives the loaded head those of its tensors that are no parameters."""
-    surplus_hint: Callable[[HeadConfig], str] = _no_hint
+    surplus_hint: Callable[[HeadConfig], str] = lambda config: ""
     """Which field to check where tensors are left over, ending in ", or "."""

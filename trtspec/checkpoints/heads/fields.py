@@ -1,0 +1,130 @@
+"""What the configs of several kinds of heads say alike: layers, sizes, flags, names of tensors."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ...checks import are_ints, checked_int
+from ...config import MAX_DRAFT_LEN
+from ...errors import CheckpointError
+from ...models.config import DecoderConfig
+from ..families.llama import SLIDING, windows_by_type
+from ..hf_config import MAX_SIZE, parse_config
+from .records import Sources
+
+
+def canonical_eagle_names(sources: Sources, where: Path) -> Sources:
+    """Tensors under the names of `Eagle3Head`: no `model.` before, `layers.0.` for `midlayer.`.
+
+    Raises:
+        CheckpointError: two tensors would have the same name: the files of two heads are mixed.
+    """
+    renamed: Sources = {}
+    for name, source in sources.items():
+        new = re.sub(r"^midlayer\.", "layers.0.", re.sub(r"^model\.", "", name))
+        if new in renamed:
+            raise CheckpointError(
+                f"{where} holds both {renamed[new].name} and {name}, two names of one tensor: the "
+                "tensors of two heads are mixed. Copy one head again, into an empty directory."
+            )
+        renamed[new] = source
+    return renamed
+
+
+def head_layers(inner: dict[str, Any], sources: Sources, where: Path) -> DecoderConfig:
+    """The head's layers. Biases and q/k norms are those that the tensors have."""
+    values = {"model_type": "llama", **{k: v for k, v in inner.items() if v is not None}}
+    parameters = values.get("rope_parameters")
+    has_theta = isinstance(parameters, dict) and parameters.get("rope_theta") is not None
+    if "rope_theta" not in values and not has_theta:
+        # Plain RoPE with EAGLE's own base: never the target's, nor a family's newer default.
+        values["rope_theta"] = 10000.0
+    decoder = _with_windows(parse_config(values, where), values, where)
+    found = with_found_parameters(decoder, sources)
+    for name, tensor, there in (
+        ("attention_bias", "q_proj.bias", found.qkv_bias),
+        ("mlp_bias", "down_proj.bias", found.mlp_bias),
+    ):
+        given = inner.get(name)
+        if isinstance(given, bool) and given != there:
+            raise CheckpointError(
+                f"{where}: {name}={given}, but the checkpoint {'holds' if there else 'has no'} "
+                f"{tensor}. Set it to {str(there).lower()}, or use the weights that belong to this "
+                "config."
+            )
+    return found
+
+
+def _with_windows(decoder: DecoderConfig, values: dict[str, Any], where: Path) -> DecoderConfig:
+    """The config with the sliding windows of `layer_types`, which a Llama model has not."""
+    types = values.get("layer_types")
+    if any(decoder.layer_windows) or not isinstance(types, list) or SLIDING not in types:
+        return decoder
+    count, window = decoder.num_layers, values.get("sliding_window")
+    fields = SimpleNamespace(layer_types=types, num_hidden_layers=count, sliding_window=window)
+    return replace(decoder, layer_windows=windows_by_type(fields, where))
+
+
+def with_found_parameters(decoder: DecoderConfig, names: Sources) -> DecoderConfig:
+    """The config with the optional parameters that the first layer has."""
+    attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
+    return replace(
+        decoder,
+        qkv_bias=f"{attention}q_proj.bias" in names,
+        o_bias=f"{attention}o_proj.bias" in names,
+        qk_norm=f"{attention}q_norm.weight" in names,
+        mlp_bias=f"{mlp}down_proj.bias" in names,
+    )
+
+
+def refuse_other_layers(decoder: DecoderConfig, drafter: str) -> None:
+    """What the layers of heads do not compute, though their config's family does."""
+    found = [
+        name
+        for name in ("sandwich_norms", "value_norm", "layer_scalar", "embedding_scale")
+        if getattr(decoder, name)
+    ]
+    if found:
+        raise CheckpointError(
+            f"{drafter} would have layers with {', '.join(found)} (Gemma's), which are supported "
+            "in targets and assistants alone. Use a Gemma-4 assistant, or draft otherwise."
+        )
+
+
+def size_field(raw: dict[str, Any], name: str, default: int, where: Path, least: int = 1) -> int:
+    value = raw.get(name)
+    if value is None:
+        return default
+    return checked_int(where, name, value, range(least, MAX_SIZE + 1), " or null", "Correct it.")
+
+
+def flag_field(raw: dict[str, Any], name: str, where: Path) -> bool:
+    value = raw.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"{where}: {name}={value!r}; it must be true or false. Correct it.")
+    return bool(value)
+
+
+def layer_ids(value: Any, name: str, where: Path) -> tuple[int, ...]:
+    if not are_ints(value) or not value:
+        raise CheckpointError(
+            f"{where}: {name}={value!r}; it must be a non-empty list of layer numbers. Correct it."
+        )
+    return tuple(value)
+
+
+def speculative_tokens(raw: dict[str, Any], where: Path) -> int | None:
+    """K as the speculators format proposes it, None if it does not."""
+    spec = raw.get("speculators_config")
+    methods = spec.get("proposal_methods") if isinstance(spec, dict) else None
+    if not isinstance(methods, list) or not methods or not isinstance(methods[0], dict):
+        return None
+    tokens = methods[0].get("speculative_tokens")
+    if tokens is None:
+        return None
+    allowed = range(1, MAX_DRAFT_LEN + 1)
+    return checked_int(where, "speculative_tokens", tokens, allowed, cure="Correct it.")
