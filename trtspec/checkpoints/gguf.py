@@ -81,7 +81,7 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
 
 
 def _open(path: Path) -> tuple[dict[str, Any], int]:
-    """The file's key-value pairs except arrays, and its number of tensors; both cheap to read."""
+    """Returns the file's key-value pairs except arrays, and its number of tensors."""
     if not path.is_file():
         raise CheckpointError(f"There is no file {path}. Give the path of a .gguf file.")
     from transformers.utils import is_accelerate_available, is_gguf_available
@@ -144,8 +144,11 @@ def _end_ids(fields: dict[str, Any]) -> list[int] | None:
 
 
 def _load(path: Path, num_tensors: int, work: Path) -> tuple[Any, Any]:
-    """transformers' model and tokenizer, the file linked alone into `work` for the time: files
-    that lie beside it, such as a tokenizer_config.json, would be read too."""
+    """Returns transformers' model and tokenizer.
+
+    Meanwhile the file is linked into `work`, alone: transformers would also read files beside it,
+    such as a tokenizer_config.json.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     link = work / "model.gguf"
@@ -176,7 +179,7 @@ def _load(path: Path, num_tensors: int, work: Path) -> tuple[Any, Any]:
 
 
 def _dequantized() -> dict[str, Any]:
-    """What makes transformers unpack the weights; versions without the option always do."""
+    """Returns the option to unpack weights; versions of transformers without it always do."""
     import transformers
 
     try:
@@ -186,7 +189,7 @@ def _dequantized() -> dict[str, Any]:
 
 
 def _corrected(loaded: Any, fields: dict[str, Any], context: int, path: Path) -> Any:
-    """The tokenizer with the file's special tokens, and SmolLM's split into single digits."""
+    """Returns the tokenizer with the file's special tokens, and SmolLM's split of digits."""
     from tokenizers import decoders
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import PreTrainedTokenizerFast

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..checks import checked_int, is_int, is_number
+from ..checks import are_ints, checked_int, checked_positive, is_int, is_number
 from ..errors import CheckpointError
 from ..models.config import DecoderConfig
 from ..models.rope import ROPE_TYPES, RopeTables
@@ -37,15 +37,16 @@ def load_config(model_dir: Path) -> DecoderConfig:
         CheckpointError: a file is missing or unreadable, or asks for something the decoder does
             not compute: another architecture, RoPE type or activation, quantised weights.
     """
-    where = Path(model_dir) / "config.json"
+    model_dir = Path(model_dir)
+    where = model_dir / "config.json"
     raw = read_json_object(where, "Point to a Hugging Face model directory.")
     _refuse_both_ways(raw, where)
     config = parse_config(raw, where)
-    return replace(config, eos_token_ids=_eos_token_ids(config.eos_token_ids, Path(model_dir)))
+    return replace(config, eos_token_ids=_eos_token_ids(config.eos_token_ids, model_dir))
 
 
 def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
-    """The decoder of a config as written in `where` (also the inner config of a draft head).
+    """Returns the decoder of a config as written in `where` (or in a draft head's config there).
 
     Raises:
         CheckpointError: as `load_config`.
@@ -82,10 +83,8 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
         raw=merged,
     )
     config = replace(config, **_fields_of_family(raw["model_type"], hf, where))
-    for layer in range(config.num_layers):
-        layer_config = config.of_layer(layer)
-        heads = layer_config.num_heads, layer_config.num_kv_heads, layer_config.head_dim
-        _check_heads(*heads, where)
+    for layer in map(config.of_layer, range(config.num_layers)):
+        _check_heads(layer.num_heads, layer.num_kv_heads, layer.head_dim, where)
     _check_rotation(config, where)
     return config
 
@@ -121,7 +120,7 @@ def _hf_config(raw: dict[str, Any], where: Path) -> Any:
 
 
 def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
-    """Checks on the file as written, where transformers would fill in, warn or ignore."""
+    """Checks the file as written: transformers would fill in, warn of or pass over such fields."""
     model_type = raw.get("model_type")
     _refuse_linear_attention(raw, where)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -129,7 +128,7 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
             f"{where}: model_type={model_type!r} is not supported; allowed are "
             f"{', '.join([*FAMILIES, *TEXT_TYPES])}. Use a model of one of these families."
         )
-    refuse_quantized(raw, where)
+    quantization_of(raw, where)  # one that is not read is refused
     _check_num_layers(raw.get("num_hidden_layers"), where)
     family = FAMILIES[model_type]
     act = raw.get("hidden_act", family.activations[0])
@@ -139,9 +138,7 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
             f"{where}: hidden_act={act!r} is not supported; allowed is {allowed}. Use another "
             "model."
         )
-    partial = raw.get("partial_rotary_factor")
-    if partial not in (None, 1, 1.0) and not family.has_partial_rotary:
-        raise CheckpointError(_partial_rotary(partial, where))
+    _check_partial_rotary(raw, where, family)
     for key in ("rope_parameters", "rope_scaling"):
         if raw.get(key):
             _check_rope(raw[key], where, family)
@@ -149,8 +146,7 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
 
 def _refuse_both_ways(raw: dict[str, Any], where: Path) -> None:
     """Refuses a model whose tokens see later ones, such as one that makes embeddings."""
-    inner = raw.get("text_config")
-    for part in (raw, inner if isinstance(inner, dict) else {}):
+    for part in _with_text_part(raw):
         if part.get("is_causal") is False:
             raise CheckpointError(
                 f"{where}: is_causal=False is not supported: such a model's tokens see later ones, "
@@ -159,8 +155,7 @@ def _refuse_both_ways(raw: dict[str, Any], where: Path) -> None:
 
 
 def _refuse_linear_attention(raw: dict[str, Any], where: Path) -> None:
-    inner = raw.get("text_config")
-    for part in (raw, inner if isinstance(inner, dict) else {}):
+    for part in _with_text_part(raw):
         types = part.get("layer_types")
         types = types if isinstance(types, list) else []
         found = f"{types.count('linear_attention')} of {len(types)} layer_types are"
@@ -176,13 +171,14 @@ def _refuse_linear_attention(raw: dict[str, Any], where: Path) -> None:
         )
 
 
-def refuse_quantized(raw: dict[str, Any], where: Path) -> None:
-    """Raises CheckpointError for weights that `dequantized.py` does not read either."""
-    quantization_of(raw, where)
+def _with_text_part(raw: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the config, and its text model's where that is nested."""
+    inner = raw.get("text_config")
+    return [raw, inner] if isinstance(inner, dict) else [raw]
 
 
 def _check_labels(raw: dict[str, Any], where: Path) -> None:
-    """transformers names every label, in the parts we leave alone too."""
+    """Refuses a large `num_labels` in any part: transformers makes a name for every label."""
     parts = [raw]
     while parts:
         part = parts.pop()
@@ -196,7 +192,7 @@ def _check_labels(raw: dict[str, Any], where: Path) -> None:
 
 
 def _check_num_layers(count: Any, where: Path) -> None:
-    """Of what the file says, before transformers makes lists of that length."""
+    """Refuses a large number before transformers makes lists of that length."""
     if isinstance(count, int) and count > MAX_LAYERS:
         raise CheckpointError(
             f"{where}: num_hidden_layers={count}; it must be an int in 1 … {MAX_LAYERS}. Copy the "
@@ -229,7 +225,7 @@ def _check_numbers(hf: Any, rope: dict[str, Any], where: Path) -> None:
 
 
 def _check_rotation(config: DecoderConfig, where: Path) -> None:
-    """Every layer's first rows are tried: the formulas are transformers', and raise many types."""
+    """Computes every layer's first rotations: transformers' formulas raise errors of many types."""
     try:
         for table in RopeTables(config, 2).buffers(recurse=False):
             if not bool(table.isfinite().all()):
@@ -248,13 +244,8 @@ def _check_rope_numbers(rope: dict[str, Any], where: Path) -> None:
         _check_rope_numbers(nested, where)
     for name in ("rope_theta", "factor", "attention_factor"):
         value = rope.get(name)
-        if value is None and (by_type or name != "rope_theta"):
-            continue
-        if not is_number(value) or not 0 < value < 1e30:
-            raise CheckpointError(
-                f"{where}: {name}={value!r} in the RoPE parameters; it must be a number > 0. Copy "
-                "the file again from the model's source."
-            )
+        if value is not None or (name == "rope_theta" and not by_type):
+            checked_positive(f"{where}, RoPE parameters", name, value)
     for name, value in rope.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise CheckpointError(
@@ -291,26 +282,23 @@ def _check_rope(rope: Any, where: Path, family: Family) -> None:
             f"{', '.join(ROPE_TYPES)}. Remove the scaling to use the model within its original "
             "context length, or use another model."
         )
-    if not family.has_partial_rotary and rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise CheckpointError(_partial_rotary(rope["partial_rotary_factor"], where))
+    _check_partial_rotary(rope, where, family)
 
 
-def _partial_rotary(got: Any, where: Path) -> str:
-    return (
-        f"{where}: partial_rotary_factor={got!r} is not supported; allowed is 1 (RoPE on the whole "
-        "head). Use another model."
-    )
+def _check_partial_rotary(fields: dict[str, Any], where: Path, family: Family) -> None:
+    factor = fields.get("partial_rotary_factor")
+    if factor not in (None, 1) and not family.has_partial_rotary:
+        raise CheckpointError(
+            f"{where}: partial_rotary_factor={factor!r} is not supported; allowed is 1 (RoPE on "
+            "the whole head). Use another model."
+        )
 
 
 def _check_sections(sections: Any, head_dim: int, where: Path) -> None:
     if sections is None:
         return
-    good = isinstance(sections, list) and len(sections) == 3
-    if (
-        not good
-        or not all(isinstance(n, int) and n >= 0 for n in sections)
-        or (2 * sum(sections) != head_dim)
-    ):
+    good = isinstance(sections, list) and len(sections) == 3 and are_ints(sections, 0)
+    if not good or 2 * sum(sections) != head_dim:
         raise CheckpointError(
             f"{where}: mrope_section={sections!r}; it must be three ints that sum to head_dim / 2 "
             f"= {head_dim // 2}. Copy the file again from the model's source."
@@ -326,13 +314,12 @@ def _check_heads(heads: int, kv_heads: int, head_dim: int, where: Path) -> None:
     if not 2 <= head_dim <= MAX_HEAD_DIM or head_dim % 2:
         raise CheckpointError(
             f"{where}: head_dim={head_dim} must be even and in 2 … {MAX_HEAD_DIM}: RoPE rotates "
-            "pairs. "
-            "Correct head_dim, or hidden_size and num_attention_heads."
+            "pairs. Correct head_dim, or hidden_size and num_attention_heads."
         )
 
 
 def _eos_token_ids(from_config: tuple[int, ...], model_dir: Path) -> tuple[int, ...]:
-    """The union of both files' end tokens, config.json's first."""
+    """Returns the end tokens of config.json, then those of generation_config.json."""
     found = list(from_config)
     path = model_dir / "generation_config.json"
     if is_there(path):

@@ -41,8 +41,9 @@ _OTHER_PARTS = re.compile(
 
 
 def text_config(raw: dict[str, Any], where: Path) -> dict[str, Any]:
-    """The config of the text model: `raw` itself, unless it is of a model with more parts; then it
-    says `is_text_part`.
+    """Returns the text model's config: `raw` itself, unless it is of a model with more parts.
+
+    Then the config says `is_text_part`.
 
     Raises:
         CheckpointError: it has no `text_config`.
@@ -63,7 +64,7 @@ def text_config(raw: dict[str, Any], where: Path) -> dict[str, Any]:
 
 
 def text_tensors(sources: dict[str, Source], model_dir: Path) -> dict[str, Source]:
-    """The text model's tensors under the names they have in a checkpoint of text alone."""
+    """Returns the text model's tensors, by their names in a checkpoint of text alone."""
     if not any(_PREFIX.match(name) or name.startswith("visual.") for name in sources):
         return sources
     others = [name for name in sources if _OTHER_PARTS.match(name)]

@@ -87,7 +87,7 @@ def load_decoder(
     parallel: Parallel = ONE_RANK,
     form: WeightForm = FLOATS_ALONE,
 ) -> Decoder:
-    """Config, model and weights of a Hugging Face directory, ready to run (in eval mode).
+    """Returns the model of a Hugging Face directory, ready to run (in eval mode).
 
     Args:
         pack: on CPU, weights in the layout its kernels like. False where derivatives are wanted, or
@@ -127,7 +127,7 @@ def sizes_alone(model_dir: Path) -> Iterator[None]:
 
 
 def _check_depth(config: DecoderConfig, model_dir: Path) -> None:
-    """Runs before a model of `num_layers` is built, which takes longer than reading names."""
+    """Refuses more layers than the weights have, before time is spent on building them."""
     with ExitStack() as stack:
         found = (
             re.search(r"\blayers\.(\d+)\.", name) for name in open_checkpoint(model_dir, stack)
@@ -151,12 +151,10 @@ def load_weights(
 ) -> None:
     """Fills the model from `model.safetensors` or its sharded form, cast to dtype, on device.
 
-    The model's own parameters (meta or not) are replaced. On CPU products and norms are packed,
-    unless `pack` is False.
+    The model's own parameters (meta or not) are replaced. Arguments are as of `load_decoder`.
 
-    `rotary_emb.inv_freq` buffers are skipped. So is an `lm_head.weight` equal to the embedding it
-    is tied to, and what makes keys and values in layers that read another layer's. MTP layers that
-    config.json declares, or that are named `mtp.`, are left to `models/drafters/mtp.py`.
+    Skipped are `rotary_emb.inv_freq` buffers, an `lm_head.weight` equal to the embedding it is tied
+    to, what makes keys and values of layers that read another layer's, and MTP layers.
 
     Raises:
         CheckpointError: no, damaged, missing, surplus, mis-shaped tensors, or ones quantised in a
@@ -184,14 +182,11 @@ def load_weights(
     finish(model, device, pack)
 
 
-def placements(model: nn.Module, skip: Iterable[str] = ()) -> dict[str, Placement]:
-    """Checkpoint name, without prefix, -> its place; one for every parameter of the model.
+def placements(model: nn.Module) -> dict[str, Placement]:
+    """Returns where each tensor of a checkpoint goes, by its name without prefix.
 
-    A module whose checkpoint is not parameter by parameter says so itself: its `placements(name)`
-    is asked for all that is below it.
-
-    Args:
-        skip: top-level modules whose parameters come from elsewhere.
+    Every parameter of the model has one or more. A module with other tensors than parameters has a
+    method `placements(name)`, which is asked for all that is below it.
     """
     placement_of: dict[str, Placement] = {}
     special = {name: m for name, m in model.named_modules() if name and hasattr(m, "placements")}
@@ -199,18 +194,16 @@ def placements(model: nn.Module, skip: Iterable[str] = ()) -> dict[str, Placemen
         placement_of |= inner.placements(name)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module, leaf = name.rsplit(".", 1)
-        if name.split(".")[0] in skip or any(name.startswith(f"{prefix}.") for prefix in special):
+        if any(name.startswith(f"{prefix}.") for prefix in special):
             continue
         parent, _, last = module.rpartition(".")
         start = 0
         for part in PACKED.get(last, (last,)):
-            rows, owner = parameter.shape[0], model.get_submodule(parent)
-            if last in PACKED:
-                rows = _rows(part, owner)
+            owner = model.get_submodule(parent)
+            rows = _rows(part, owner) if last in PACKED else parameter.shape[0]
             source = ".".join(filter(None, (parent, part, leaf)))
-            order = _order(part, owner, rows)
-            cut = _cut(part, model.get_submodule(module), owner, (rows, *parameter.shape[1:]))
-            shape = (rows, *parameter.shape[1:])
+            order, shape = _order(part, owner, rows), (rows, *parameter.shape[1:])
+            cut = _cut(part, model.get_submodule(module), owner, shape)
             if cut is not None and cut.dim == 0:  # the last rank may have fewer rows than room
                 shape = (cut.length, *shape[1:])
             placement_of[source] = Placement(module, leaf, start, shape, order, cut=cut)
@@ -234,7 +227,7 @@ def _cut(part: str, module: nn.Module, owner: nn.Module, shape: tuple[int, ...])
 
 
 def _order(part: str, owner: nn.Module, rows: int) -> Tensor | None:
-    """Of the rows of queries and keys, where heads are laid out for their rotation."""
+    """Returns the order of a tensor's rows, where heads are laid out for their rotation."""
     order = owner.head_order if isinstance(owner, Attention) else None
     if order is None or part not in ("q_proj", "k_proj", "q_norm", "k_norm"):
         return None
@@ -243,7 +236,7 @@ def _order(part: str, owner: nn.Module, rows: int) -> Tensor | None:
 
 
 def finish(model: nn.Module, device: torch.device, pack: bool = True) -> None:
-    """The RoPE tables to their device; on CPU the weights into the layout its kernels like.
+    """Moves the RoPE tables to the device; on CPU packs weights as its kernels like them.
 
     Of a layer whose outputs the ranks add up, the first rank alone keeps the bias.
     """
@@ -258,7 +251,7 @@ def finish(model: nn.Module, device: torch.device, pack: bool = True) -> None:
 
 
 def shape_problem(name: str, source: TensorSource, placement: Placement) -> str | None:
-    """What is wrong with a tensor's shape or dtype, and its cure; None if it fits."""
+    """Returns what is wrong with a tensor's shape or dtype, and its cure; None if it fits."""
     if source.shape != placement.source_shape:
         fields = _CONFIG_FIELDS.get(name.rsplit(".", 2)[-2], "hidden_size")
         if re.search(r"experts?\.|\.moe\.", name):  # of a mixture: routed or shared
@@ -276,8 +269,7 @@ def shape_problem(name: str, source: TensorSource, placement: Placement) -> str 
 
 
 def is_declared_mtp_tensor(name: str, config: DecoderConfig) -> bool:
-    """Whether a tensor belongs to the MTP layers that config.json says the checkpoint carries, or
-    has Qwen3-Next's names for them, which nothing else has and no field need declare."""
+    """Whether a tensor is of MTP layers: config.json's declared ones, or Qwen3-Next's (`mtp.`)."""
     if name.startswith("mtp."):
         return True
     declared = config.raw.get("num_nextn_predict_layers") or 0
@@ -327,8 +319,10 @@ def _check(
 
 
 def _makes_unread_kv(name: str, config: DecoderConfig) -> bool:
-    """Whether it is of a layer that reads another's keys and values: such checkpoints may still
-    hold what would make its own."""
+    """Whether a tensor makes keys or values of a layer that reads another layer's.
+
+    Some checkpoints hold such tensors, which nothing reads.
+    """
     match = re.match(r"model\.layers\.(\d{1,6})\.self_attn\.(?:[kv]_proj|[kv]_norm)\.", name)
     layer = config.num_layers if match is None else int(match[1])
     return layer < config.num_layers and config.kv_layer(layer) != layer
@@ -340,7 +334,7 @@ def _values_from_keys(
     model_dir: Path,
     config: DecoderConfig,
 ) -> None:
-    """Where a layer's values are made by its keys' matrix, that is the source of both."""
+    """Makes the keys' matrix the source of the values too, in layers whose values are the keys."""
     for name in placement_of:
         match = re.fullmatch(r"(model\.layers\.(\d+)\.self_attn)\.v_proj\.(\w+)", name)
         if match is None or not config.of_layer(int(match[2])).values_are_keys:

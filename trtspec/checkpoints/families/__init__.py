@@ -27,16 +27,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl_text": Family("qwen2_5_vl_text", qwen2, has_mrope=True),
     "gemma2": Family("gemma2", gemma2, activations=_GELU),
     "gemma3_text": Family("gemma3_text", gemma3, activations=_GELU, has_rope_by_type=True),
-    "gemma4_unified_text": Family(
-        "gemma4_unified_text",
-        gemma4,
-        activations=_GELU,
-        has_partial_rotary=True,
-        has_rope_by_type=True,
-    ),
-    "gemma4_text": Family(
-        "gemma4_text", gemma4, activations=_GELU, has_partial_rotary=True, has_rope_by_type=True
-    ),
+    **{
+        name: Family(
+            name, gemma4, activations=_GELU, has_partial_rotary=True, has_rope_by_type=True
+        )
+        for name in ("gemma4_text", "gemma4_unified_text")
+    },
     "deepseek_v3": Family("deepseek_v3", deepseek_v3),  # R1 too
     "step3p5": Family("qwen3", step3p5, as_hf=step3p5_as_qwen3),
 }

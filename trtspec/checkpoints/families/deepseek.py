@@ -50,7 +50,7 @@ def _latent_attention(hf: Any, where: Path) -> MLAConfig:
 
 
 def _softmax_scale(hf: Any, where: Path) -> float:
-    """1 / sqrt(a head's size), times what YaRN adds for the sharper softmax of long texts."""
+    """Returns 1 / sqrt(a head's size), times YaRN's factor for long texts."""
     scale = (hf.qk_nope_head_dim + hf.qk_rope_head_dim) ** -0.5
     rope = hf.rope_parameters or {}
     mscale = rope.get("mscale_all_dim") or 0

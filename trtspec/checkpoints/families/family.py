@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...errors import CheckpointError
+
 
 @dataclass(frozen=True)
 class Family:
@@ -25,3 +27,14 @@ class Family:
     has_partial_rotary: bool = False
     has_rope_by_type: bool = False  # rope_parameters: layer type -> parameters
     has_mrope: bool = False  # positions of three axes, by `mrope_section`
+
+
+def refuse_other(hf: Any, where: Path, **computed: Any) -> None:
+    """Raises CheckpointError for a field that is set to anything but the value that is computed."""
+    for name, value in computed.items():
+        setting = getattr(hf, name, None)
+        if setting is not None and setting != value:
+            raise CheckpointError(
+                f"{where}: {name}={setting!r} is not supported; allowed is {value!r}. Use another "
+                "model."
+            )

@@ -18,12 +18,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...checks import checked_int, is_int, is_number
+from ...checks import checked_int, checked_positive, is_int
 from ...errors import CheckpointError
-from .llama import windows_by_type
+from .family import refuse_other
+from .llama import FULL, SLIDING, windows_by_type
 from .moe import gemma_moe
-
-_TYPES = ("sliding_attention", "full_attention")
 
 
 def gemma2(hf: Any, where: Path) -> dict[str, Any]:
@@ -36,10 +35,10 @@ def gemma2(hf: Any, where: Path) -> dict[str, Any]:
 
 
 def gemma3(hf: Any, where: Path) -> dict[str, Any]:
-    _refuse(hf, where, attn_logit_softcapping=None)
+    refuse_other(hf, where, attn_logit_softcapping=None)
     return {
         **_common(hf, where),
-        **_by_type(hf, where, {name: {} for name in _TYPES}),
+        **_by_type(hf, where, {name: {} for name in (FULL, SLIDING)}),
         "norm_offset": 1.0,
         "qk_norm": True,
         "attention_scale": _scale(hf, where),
@@ -53,9 +52,9 @@ def gemma4(hf: Any, where: Path) -> dict[str, Any]:
     kinds = {
         name: {
             **_heads_of_type(hf, name),
-            "images_attend_both_ways": both_ways and name == "sliding_attention",
+            "images_attend_both_ways": both_ways and name == SLIDING,
         }
-        for name in _TYPES
+        for name in (FULL, SLIDING)
     }
     return {
         **_common(hf, where),
@@ -70,7 +69,7 @@ def gemma4(hf: Any, where: Path) -> dict[str, Any]:
 
 
 def _common(hf: Any, where: Path) -> dict[str, Any]:
-    """What all Gemmas have."""
+    """Returns the fields that all Gemmas have."""
     activation = hf.hidden_activation
     if activation != "gelu_pytorch_tanh":
         raise CheckpointError(
@@ -96,7 +95,7 @@ def _common(hf: Any, where: Path) -> dict[str, Any]:
 
 
 def _by_type(hf: Any, where: Path, fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Each type's RoPE, and more fields; the model's own are the last layer's."""
+    """Returns `fields` of each type with its RoPE; the model's own are the last layer's."""
     for name in set(hf.layer_types):
         rope = fields[name]["rope_parameters"] = dict(hf.rope_parameters.get(name) or {})
         kind, part = rope.get("rope_type"), rope.get("partial_rotary_factor")
@@ -110,14 +109,10 @@ def _by_type(hf: Any, where: Path, fields: dict[str, dict[str, Any]]) -> dict[st
 
 
 def _sharing(hf: Any, where: Path, fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` with types of their own for the last layers, which keep no keys and values."""
+    """Returns `fields` with types for the last layers, if these keep no keys and values."""
     shared, types = getattr(hf, "num_kv_shared_layers", None) or 0, fields["layer_types"]
     first = len(types) - shared if is_int(shared) else -1
-    if (
-        not is_int(shared)
-        or not 0 < first <= len(types)
-        or (not set(types[first:]) <= set(types[:first]))
-    ):
+    if not 0 < first <= len(types) or not set(types[first:]) <= set(types[:first]):
         raise CheckpointError(
             f"{where}: num_kv_shared_layers={shared!r} of {len(types)} layers; those read the keys "
             f"and values of the layers before, where each of their types must be: {list(types)}. "
@@ -158,36 +153,20 @@ def _per_layer(hf: Any, where: Path) -> dict[str, Any]:
 def _heads_of_type(hf: Any, name: str) -> dict[str, Any]:
     if name not in hf.layer_types:
         return {}
-    shares = bool(hf.attention_k_eq_v) and name == "full_attention"
+    shares = bool(hf.attention_k_eq_v) and name == FULL
     if hasattr(hf, "per_layer_config"):
         of_layer = hf.per_layer_config[hf.layer_types.index(name)]
         head_dim, kv_heads = of_layer.head_dim, of_layer.num_key_value_heads
     else:  # older transformers have full attention's in fields of their own
-        full_dim = name == "full_attention" and hf.global_head_dim
-        head_dim = full_dim or hf.head_dim
+        head_dim = (name == FULL and hf.global_head_dim) or hf.head_dim
         kv_heads = (shares and hf.num_global_key_value_heads) or hf.num_key_value_heads
     return {"head_dim": head_dim, "num_kv_heads": kv_heads, "values_are_keys": shares}
 
 
 def _scale(hf: Any, where: Path) -> float:
-    scalar = hf.query_pre_attn_scalar
-    if not is_number(scalar) or scalar <= 0:
-        raise CheckpointError(f"{where}: query_pre_attn_scalar={scalar!r} must be a number > 0.")
-    return float(scalar) ** -0.5
+    return checked_positive(where, "query_pre_attn_scalar", hf.query_pre_attn_scalar) ** -0.5
 
 
 def _cap(hf: Any, name: str, where: Path) -> float | None:
     cap = getattr(hf, name)
-    if cap is not None and not (is_number(cap) and 0 < cap < 1e30):
-        raise CheckpointError(f"{where}: {name}={cap!r} must be null or a number > 0. Correct it.")
-    return None if cap is None else float(cap)
-
-
-def _refuse(hf: Any, where: Path, **allowed: Any) -> None:
-    for name, value in allowed.items():
-        got = getattr(hf, name, value)
-        if got != value and (got or value):
-            raise CheckpointError(
-                f"{where}: {name}={got!r} is not supported; allowed is {value!r}. Use another "
-                "model of the family."
-            )
+    return None if cap is None else checked_positive(where, name, cap, " or null", "Correct it.")

@@ -49,8 +49,9 @@ def qwen3_moe(hf: Any, where: Path) -> dict[str, Any]:
 
 
 def windows_by_type(hf: Any, where: Path) -> tuple[int | None, ...]:
-    """Per layer its sliding window or None, by `layer_types`, which transformers derives from
-    older fields where it is absent.
+    """Returns each layer's sliding window or None, by `layer_types`.
+
+    Where that is absent, transformers derives it from older fields.
 
     Raises:
         CheckpointError: a type is unknown, or has no window.
@@ -60,7 +61,7 @@ def windows_by_type(hf: Any, where: Path) -> tuple[int | None, ...]:
     if unknown or len(types) != count:
         raise CheckpointError(
             f"{where}: layer_types has {len(types)} entries for {count} layers, unknown ones: "
-            f"{unknown}. Give 'full_attention' or 'sliding_attention' for every layer."
+            f"{unknown}. Give {FULL!r} or {SLIDING!r} for every layer."
         )
     if window is None and SLIDING in types:
         raise CheckpointError(

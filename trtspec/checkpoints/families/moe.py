@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ...checks import checked_int, is_number
+from ...checks import checked_int, checked_positive
 from ...errors import CheckpointError
 from ...models.config import MoEConfig, MoENames
+from .family import refuse_other
 
 _MAX_EXPERTS = 4096
 
@@ -21,17 +22,7 @@ def deepseek_moe(hf: Any, where: Path) -> MoEConfig | None:
     Raises:
         CheckpointError: a number is out of its range, or a variant is named that is not computed.
     """
-    for name, only in (
-        ("moe_layer_freq", 1),
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-    ):
-        setting = getattr(hf, name, None)
-        if setting not in (None, only):
-            raise CheckpointError(
-                f"{where}: {name}={setting!r} is not supported; allowed is {only!r}. Use another "
-                "model."
-            )
+    refuse_other(hf, where, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
     first = _count(hf, "first_k_dense_replace", 0, 2**24, where)
     if first >= hf.num_hidden_layers + (getattr(hf, "num_nextn_predict_layers", None) or 0):
         return None
@@ -44,7 +35,7 @@ def deepseek_moe(hf: Any, where: Path) -> MoEConfig | None:
         n_group=_count(hf, "n_group", 1, _MAX_EXPERTS, where),
         topk_group=_count(hf, "topk_group", 1, _MAX_EXPERTS, where),
         norm_topk_prob=bool(hf.norm_topk_prob),
-        routed_scaling_factor=_scale(hf, "routed_scaling_factor", where),
+        routed_scaling_factor=_factor(hf, "routed_scaling_factor", where),
         first_k_dense_replace=first,
     )
     _check_choice(moe, where)
@@ -52,18 +43,12 @@ def deepseek_moe(hf: Any, where: Path) -> MoEConfig | None:
 
 
 def qwen_moe(hf: Any, where: Path) -> MoEConfig:
-    """Qwen3-MoE's: softmax over all experts, no bias, no groups, nothing shared.
+    """Qwen3-MoE's, in every layer: softmax over all experts, no bias, no groups, nothing shared.
 
     Raises:
         CheckpointError: as `deepseek_moe`.
     """
-    for name, only in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        setting = getattr(hf, name, None)
-        if setting not in (None, only):
-            raise CheckpointError(
-                f"{where}: {name}={setting!r} is not supported; allowed is {only!r} (every layer "
-                "is a mixture of experts). Use another model."
-            )
+    refuse_other(hf, where, decoder_sparse_step=1, mlp_only_layers=[])
     moe = MoEConfig(
         num_experts=_count(hf, "num_experts", 1, _MAX_EXPERTS, where),
         experts_per_token=_count(hf, "num_experts_per_tok", 1, _MAX_EXPERTS, where),
@@ -97,7 +82,7 @@ def step_moe(raw: Mapping[str, Any], where: Path) -> MoEConfig:
         intermediate_size=_count(hf, "moe_intermediate_size", 1, 2**24, where),
         shared_intermediate_size=_count(hf, "share_expert_dim", 1, 2**24, where),
         has_correction_bias=bool(raw.get("use_moe_router_bias")),
-        routed_scaling_factor=_scale(hf, "moe_router_scaling_factor", where),
+        routed_scaling_factor=_factor(hf, "moe_router_scaling_factor", where),
         names=MoENames(
             "moe.gate.weight", "moe.router_bias", "moe.{part}.weight", shared="share_expert"
         ),
@@ -148,11 +133,5 @@ def _count(hf: Any, name: str, least: int, most: int, where: Path) -> int:
     return checked_int(where, name, value, range(least, most + 1))
 
 
-def _scale(hf: Any, name: str, where: Path) -> float:
-    value = getattr(hf, name, 1.0)
-    if not is_number(value) or not 0 < value < 1e6:
-        raise CheckpointError(
-            f"{where}: {name}={value!r}; it must be a number > 0. Copy the file "
-            "again from the model's source."
-        )
-    return float(value)
+def _factor(hf: Any, name: str, where: Path) -> float:
+    return checked_positive(where, name, getattr(hf, name, 1.0))

@@ -15,10 +15,9 @@ from typing import Any
 
 from ...checks import is_int, is_number
 from ...errors import CheckpointError
-from .llama import checked_window
+from .llama import FULL, SLIDING, checked_window
 from .moe import step_moe
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -80,7 +79,7 @@ def step3p5(hf: Any, where: Path) -> dict[str, Any]:
 
 
 def _layer_types(raw: dict[str, Any], count: int, num_mtp: int, where: Path) -> tuple[str, ...]:
-    """Of the layers, and where the file goes on after them, of the MTP layers."""
+    """Returns the types of the layers, then of the MTP layers where the file goes on to them."""
     types = raw.get("layer_types") or [FULL] * (count + num_mtp)
     unknown = sorted({str(kind) for kind in types} - {FULL, SLIDING})
     total = count + num_mtp
@@ -97,7 +96,7 @@ def _layer_types(raw: dict[str, Any], count: int, num_mtp: int, where: Path) -> 
 def _feed_forwards(
     raw: dict[str, Any], count: int, num_mtp: int, where: Path
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Of every layer, MTP layers last: what its type's name adds to the attention's, and fields."""
+    """Returns of every layer, MTP layers last, a suffix for its type's name, and fields."""
     total = count + num_mtp
     routed, shared = (
         _limits(name, raw, count, total, where)
@@ -136,7 +135,7 @@ def _expert_layers(raw: dict[str, Any], total: int, where: Path) -> set[int]:
 def _limits(
     name: str, raw: dict[str, Any], count: int, total: int, where: Path
 ) -> list[float | None]:
-    """Of every layer; None clamps nothing, as does what the list does not say of MTP layers."""
+    """Returns every layer's limit; None clamps nothing. MTP layers may be left out of the list."""
     setting = raw.get(name)
     limits = [None] * count if setting is None else setting
     if (
@@ -153,7 +152,7 @@ def _limits(
 
 
 def _refuse(raw: dict[str, Any], where: Path) -> None:
-    """What these layers are not computed with."""
+    """Refuses settings with which these layers are not computed."""
     for name, needed in (
         ("use_qk_norm", True),
         ("zero_centered", True),
