@@ -146,8 +146,11 @@ class MLAttention(nn.Module):
         return torch.einsum("thl,hlv->thv", out, w_uv).flatten(1)
 
     def placements(self, name: str) -> dict[str, Placement]:
-        """Where the tensors of a checkpoint go. Heads are laid out for half-split rotation; of
-        `kv_b_proj`, where each head has its W_UK and W_UV, each kind comes by itself."""
+        """Returns where the tensors of a checkpoint go.
+
+        Heads are laid out for half-split rotation. The checkpoint's `kv_b_proj` has each head's
+        W_UK and W_UV by turns; here all heads' W_UK come first.
+        """
         m, cpu = self.mla, torch.device("cpu")
         rotary = torch.arange(m.qk_rope_head_dim, device=cpu)
         if m.rope_interleave:
@@ -167,22 +170,20 @@ class MLAttention(nn.Module):
             rows: int | None = None,
             order: Tensor | None = None,
         ) -> Placement:
-            owner, leaf = (
-                (self, module) if module == "kv_b_proj" else (getattr(self, module), "weight")
-            )
-            shape = getattr(owner, leaf).shape
-            path = name if owner is self else f"{name}.{module}"
+            shape = getattr(self, module).weight.shape
             shape = rows or shape[0], *shape[1:]
             cut = shard.source(shape[shard.dim])
-            return Placement(path, leaf, start, shape, order, cut=cut)
+            return Placement(f"{name}.{module}", "weight", start, shape, order, cut=cut)
 
-        heads = self.head_shard
+        heads, kv_b_shape = self.head_shard, tuple(self.kv_b_proj.shape)
         placement_of = {
             "kv_a_proj_with_mqa": placement(
                 "a_proj", start=self.q_size, rows=m.latent_dim, order=kv_a_order
             ),
             "kv_a_layernorm": placement("kv_a_layernorm"),
-            "kv_b_proj": placement("kv_b_proj", heads, order=kv_b_order),
+            "kv_b_proj": Placement(
+                name, "kv_b_proj", 0, kv_b_shape, kv_b_order, cut=heads.source(kv_b_shape[0])
+            ),
             "o_proj": placement("o_proj", self.o_proj.shard),
         }
         if m.q_lora_rank is None:

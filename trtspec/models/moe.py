@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed.parallel import ONE_RANK, Cut, Parallel, Shard
+from ..distributed.parallel import Cut, Parallel, Shard
 from ..layers.experts import Experts
 from ..layers.norm import RMSNorm
 from ..ops.experts.torch import route, router_logits
 from ..ops.layer.activation import gate_and_mul
 from ..ops.layer.norm import add_normed
 from .config import MoEConfig, MoENames
-from .placement import Placement
+from .placement import Placement, beside
 
 
 class Router(nn.Module):
@@ -61,16 +61,13 @@ class NormedRouter(Router):
 
 
 class MoE(nn.Module):
-    """Routed experts and, where there are shared ones, an MLP that every row goes through too."""
+    """Routed experts and, where there are shared ones, an MLP that every row goes through too.
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        size: int,
-        shared_experts: Any = None,
-        parallel: Parallel = ONE_RANK,
-    ):
-        """`shared_experts` is an `MLP` that does not add up the ranks' parts, or None."""
+    Args:
+        shared_experts: an `MLP` that does not add up the ranks' parts, or None.
+    """
+
+    def __init__(self, config: MoEConfig, size: int, shared_experts: Any, parallel: Parallel):
         super().__init__()
         self.gate, self.experts = Router(config, size), _experts(config, size, parallel)
         self.shared_experts, self.ranks = shared_experts, parallel.comm
@@ -88,12 +85,12 @@ class MoE(nn.Module):
         return hidden + routed if torch.is_grad_enabled() else hidden.add_(routed)
 
     def placements(self, name: str) -> dict[str, Placement]:
-        """Checkpoint name -> its place. Experts are stacked here, there perhaps single."""
+        """Returns the placement of each tensor. Experts are stacked here, there perhaps single."""
         names = self.gate.config.names
         placement_of = _router_placements(self.gate, f"{name}.gate", name)
         placement_of |= _expert_placements(self.experts, names, f"{name}.experts", name)
         if self.shared_experts is not None:
-            shared = _beside(name, names.shared)
+            shared = beside(name, names.shared)
             placement_of |= _mlp_placements(self.shared_experts, shared, f"{name}.shared_experts")
         return placement_of
 
@@ -103,18 +100,14 @@ class MoEBesideMLP(nn.Module):
     each of them normed.
 
         post_1(mlp(norm(hidden))) + post_2(experts(pre_2(hidden)))
+
+    Args:
+        mlp: an `MLP` of the decoder. eps, offset: of the norms.
     """
 
     def __init__(
-        self,
-        config: MoEConfig,
-        size: int,
-        mlp: Any,
-        eps: float,
-        offset: float,
-        parallel: Parallel = ONE_RANK,
+        self, config: MoEConfig, size: int, mlp: Any, eps: float, offset: float, parallel: Parallel
     ):
-        """`mlp` is an `MLP` of the decoder's; `eps` and `offset` are of the norms."""
         super().__init__()
         self.mlp, self.ranks = mlp, parallel.comm
         self.router = NormedRouter(config, size, eps)
@@ -144,19 +137,16 @@ class MoEBesideMLP(nn.Module):
             "pre_feedforward_layernorm_2",
             "post_feedforward_layernorm_2",
         ):
-            placement_of[_beside(name, f"{norm}.weight")] = Placement(
+            placement_of[beside(name, f"{norm}.weight")] = Placement(
                 f"{name}.{norm}", "weight", 0, size
             )
-        placement_of[_beside(name, "router.scale")] = Placement(
+        placement_of[beside(name, "router.scale")] = Placement(
             f"{name}.router.norm", "weight", 0, size
         )
-        placement_of[_beside(name, "router.per_expert_scale")] = Placement(
-            f"{name}.router",
-            "per_expert_scale",
-            0,
-            (self.experts.total,),
-            dtype=torch.float32,
+        per_expert = Placement(
+            f"{name}.router", "per_expert_scale", 0, (self.experts.total,), dtype=torch.float32
         )
+        placement_of[beside(name, "router.per_expert_scale")] = per_expert
         return placement_of
 
 
@@ -170,17 +160,11 @@ def _experts(config: MoEConfig, size: int, parallel: Parallel) -> Experts:
     return Experts(count, size, width, between, first=first, total=config.num_experts, shard=shard)
 
 
-def _beside(name: str, tensor: str) -> str:
-    """A tensor's name below the layer whose module `name` is."""
-    layer = name.rpartition(".")[0]
-    return f"{layer}.{tensor}" if layer else tensor
-
-
 def _router_placements(router: Router, module: str, name: str) -> dict[str, Placement]:
     names, shape = router.config.names, tuple(router.weight.shape)
-    found = {_beside(name, names.router): ("weight", shape)}
+    found = {beside(name, names.router): ("weight", shape)}
     if router.e_score_correction_bias is not None:
-        found[_beside(name, names.correction_bias)] = ("e_score_correction_bias", shape[:1])
+        found[beside(name, names.correction_bias)] = ("e_score_correction_bias", shape[:1])
     return {
         source: Placement(module, leaf, 0, shape, dtype=torch.float32)
         for source, (leaf, shape) in found.items()
@@ -190,7 +174,7 @@ def _router_placements(router: Router, module: str, name: str) -> dict[str, Plac
 def _expert_placements(
     experts: Experts, names: MoENames, module: str, name: str
 ) -> dict[str, Placement]:
-    """Of one tensor for each expert and part, or one for each part."""
+    """Returns the placements of a tensor for each expert and part, or for each part."""
     first, size, inner = experts.first, experts.size, experts.inner
     parts = _parts(size, inner)
     if names.has_gate_up:
@@ -201,7 +185,7 @@ def _expert_placements(
             cut = _width_cut(experts, part, shape)
             for e in range(experts.total):
                 source = names.expert.format(expert=e, part=part)
-                placement_of[_beside(name, source)] = Placement(
+                placement_of[beside(name, source)] = Placement(
                     module,
                     leaf,
                     start,
@@ -211,7 +195,7 @@ def _expert_placements(
                     is_elsewhere=not first <= e < first + experts.num_experts,
                 )
         else:
-            source = _beside(name, names.expert.format(part=part))
+            source = beside(name, names.expert.format(part=part))
             placement_of[source] = _stacked(experts, part, Placement(module, leaf, start, shape))
     return placement_of
 
@@ -245,7 +229,7 @@ def _mlp_placements(mlp: Any, source: str, module: str) -> dict[str, Placement]:
 
 
 def _parts(size: int, inner: int) -> tuple[tuple[str, str, int, tuple[int, int]], ...]:
-    """Of an MLP: name in the checkpoint, where it is stacked, its first row there, its shape."""
+    """Returns an MLP's (name in the checkpoint, module here, first row there, shape)."""
     return (
         ("gate_proj", "gate_up_proj", 0, (inner, size)),
         ("up_proj", "gate_up_proj", inner, (inner, size)),

@@ -20,7 +20,7 @@ from ..layers.norm import RMSNorm
 from ..metadata.embeds import RowEmbeds
 from ..ops.layer.norm import add_normed
 from .config import DecoderConfig
-from .placement import Placement
+from .placement import Placement, beside
 
 
 class PerLayerInputs(nn.Module):
@@ -29,8 +29,8 @@ class PerLayerInputs(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.vocab_size, self.pad_id = config.vocab_size, config.per_layer_pad_id
-        self.size, width = config.per_layer_input_size, config.num_layers
-        width *= self.size
+        self.size = config.per_layer_input_size
+        width = config.num_layers * self.size
         self.scale = config.hidden_size**-0.5
         self.embed_tokens_per_layer = Embedding(config.vocab_size, width)
         self.per_layer_model_projection = Linear(config.hidden_size, width, bias=False)
@@ -51,7 +51,7 @@ class PerLayerInputs(nn.Module):
         return (normed + of_token.view(rows)) * 2.0**-0.5
 
     def placements(self, name: str) -> dict[str, Placement]:
-        return _beside(self, name)
+        return _placements_beside(self, name)
 
 
 class PerLayerGate(nn.Module):
@@ -71,15 +71,14 @@ class PerLayerGate(nn.Module):
         return add_normed(hidden, out, self.post_per_layer_input_norm, scalar)
 
     def placements(self, name: str) -> dict[str, Placement]:
-        return _beside(self, name)
+        return _placements_beside(self, name)
 
 
-def _beside(module: nn.Module, name: str) -> dict[str, Placement]:
-    """The checkpoint has the module's parts where the module itself is here."""
-    parent = name.rpartition(".")[0]
+def _placements_beside(module: nn.Module, name: str) -> dict[str, Placement]:
+    """Returns the placements of a module whose parts the checkpoint has without the module."""
     placement_of = {}
     for path, parameter in module.named_parameters():
         part, leaf = path.rsplit(".", 1)
         placement = Placement(f"{name}.{part}", leaf, 0, tuple(parameter.shape))
-        placement_of[f"{parent}.{path}" if parent else path] = placement
+        placement_of[beside(name, path)] = placement
     return placement_of

@@ -33,3 +33,9 @@ class Placement:
         if self.cut is None:
             return self.shape
         return (*self.shape[: self.cut.dim], self.cut.full, *self.shape[self.cut.dim + 1 :])
+
+
+def beside(module: str, tensor: str) -> str:
+    """Returns the name of a tensor that the checkpoint has beside a module, not within it."""
+    parent = module.rpartition(".")[0]
+    return f"{parent}.{tensor}" if parent else tensor

@@ -41,11 +41,9 @@ class ClusteredHead(nn.Module):
         return others.scatter_(1, tokens, logits)
 
     def placements(self, name: str) -> dict[str, Placement]:
-        """Checkpoint name -> its place."""
         centroids = self.centroids.out_features, self.centroids.in_features
+        of_centroids = Placement(f"{name}.centroids", "weight", 0, centroids)
         return {
             f"{name}.weight": Placement(name, "weight", 0, tuple(self.weight.shape)),
-            "masked_embedding.centroids.weight": Placement(
-                f"{name}.centroids", "weight", 0, centroids
-            ),
+            "masked_embedding.centroids.weight": of_centroids,
         }

@@ -113,8 +113,11 @@ class GemmaAssistant(DraftHead):
 
 
 def layer_read(assistant: DecoderConfig, layer: int, target: DecoderConfig) -> int | None:
-    """The layer whose keys and values the target's last layer of the same kind, sliding or full,
-    reads: mostly itself. None if there is no such layer."""
+    """Returns the layer of the target whose keys and values an assistant's layer reads.
+
+    They are those that the target's last layer of the same kind (sliding or full) reads: mostly
+    its own. None if there is no such layer.
+    """
     slides = assistant.window(layer) is not None
     alike = [i for i in range(target.num_layers) if (target.window(i) is not None) == slides]
     return target.kv_layer(alike[-1]) if alike else None

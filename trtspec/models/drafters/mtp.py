@@ -135,32 +135,28 @@ class MTPHead(FeedbackHead):
 
 
 def mtp_decoder_config(target: DecoderConfig, num_layers: int) -> DecoderConfig:
-    """The decoder config of MTP layers: the target's, with layer n + i's own window and type where
-    the target's lists go that far, else with what all of the target's layers have in common.
+    """Returns the decoder config of MTP layers, from their target's.
+
+    MTP layer i has the window and the type that the target's lists say of layer n + i. Where the
+    lists end at n, it has those that all of the target's layers have in common.
 
     Raises:
         CheckpointError: the lists end before the MTP layers do, and the target's layers differ.
     """
-    first, windows, types, moe = (
-        target.num_layers,
-        target.layer_windows,
-        target.layer_types,
-        target.moe,
-    )
+    first, moe = target.num_layers, target.moe
     if moe is not None:  # which layers are mixtures of experts goes by n + i too
         moe = replace(moe, first_k_dense_replace=max(0, moe.first_k_dense_replace - first))
     return replace(
         target,
         num_layers=num_layers,
         moe=moe,
-        layer_windows=_of_mtp_layers(windows, first, num_layers, "layer_windows"),
-        layer_types=_of_mtp_layers(types, first, num_layers, "layer_types"),
+        layer_windows=_of_mtp_layers(target, num_layers, "layer_windows"),
+        layer_types=_of_mtp_layers(target, num_layers, "layer_types"),
     )
 
 
-def _of_mtp_layers(
-    per_layer: tuple[Any, ...], first: int, count: int, name: str
-) -> tuple[Any, ...]:
+def _of_mtp_layers(target: DecoderConfig, count: int, name: str) -> tuple[Any, ...]:
+    per_layer, first = getattr(target, name), target.num_layers
     found = per_layer[first : first + count]
     if len(found) == count or not per_layer:
         return found
