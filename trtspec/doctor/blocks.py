@@ -18,7 +18,7 @@ from ..models.drafters.convolved import BlockConvolution, ConvolvedLayer
 from ..models.drafters.dflash import DFlashHead
 from ..train.new_head import block_rows
 from .captures import capture_trials
-from .masks import mask_token_trials
+from .masks import mask_token_trials, reading
 from .trials import Change, Trial
 
 USUAL_BLOCKS = (4, 8, 10, 16, 32)
@@ -38,7 +38,7 @@ def block_trials(
     )
     return [
         *captures,
-        *mask_token_trials(head.config.mask_token_id or 0, special_tokens, _reads),
+        *mask_token_trials(head.config.mask_token_id or 0, special_tokens, reading),
         *_sight(head),
         *_lengths(head),
         *_scales(head, target),
@@ -76,13 +76,6 @@ def defect_of_bias(head: DFlashHead) -> str | None:
                 "again from its source."
             )
     return None
-
-
-def _reads(token: int) -> Change:
-    def change(head: DFlashHead) -> None:
-        head.config = replace(head.config, mask_token_id=token)
-
-    return change
 
 
 def _sight(head: DFlashHead) -> list[Trial]:

@@ -305,11 +305,10 @@ def likely_explanation(found: Sequence[tuple[Trial, Outcome]], old: Outcome) -> 
 
 def _explains(trial: Trial, new: Outcome, old: Outcome) -> bool:
     gain, error = new.gain_over(old)
-    if (
-        trial.is_usual
-    ):  # likely beforehand, and a wrong RoPE base costs some sequences much, others none
-        return gain >= max(LEAST_GAIN_OF_USUAL, CERTAIN * new.error_by_position(old))
-    return gain >= max(LEAST_GAIN, CERTAIN * error)
+    if not trial.is_usual:
+        return gain >= max(LEAST_GAIN, CERTAIN * error)
+    # It is likely beforehand. A wrong RoPE base costs some sequences much, others nothing.
+    return gain >= max(LEAST_GAIN_OF_USUAL, CERTAIN * new.error_by_position(old))
 
 
 @contextmanager

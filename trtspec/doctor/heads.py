@@ -70,7 +70,7 @@ def notes_on(patient: Patient) -> list[str]:
 
 
 def suspicion_of(patient: Patient) -> str | None:
-    """What may be wrong, though no trial can undo it."""
+    """Returns what may be wrong, though no trial can undo it."""
     if patient.mask_hidden is not None and not bool(patient.mask_hidden.any()):
         return (
             "mask_hidden is zero everywhere, which a trained one is not: copy the head again from "
@@ -86,7 +86,7 @@ def suspicion_of(patient: Patient) -> str | None:
 
 
 def defect_of(patient: Patient, trained: Sequence[float] | None) -> str | None:
-    """What is certainly wrong, though no trial can undo it.
+    """Returns what is certainly wrong, though no trial can undo it.
 
     Args:
         trained: acceptance of each draft at the end of training, if the head says so.
@@ -142,10 +142,6 @@ def _eagle3_trials(patient: Patient) -> list[Trial]:
 def _eagle3_notes(head: DraftHead) -> list[str]:
     notes = ["norm_before_fc and fc_norm are not tried."]
     return notes + notes_on_captures(head.layers_to_capture)
-
-
-def _eagle1_notes(head: DraftHead) -> list[str]:
-    return ["Of an EAGLE-1 head only RoPE and the shift of the ids are tried."]
 
 
 # -- MTP layers --------------------------------------------------------------------------------
@@ -247,43 +243,32 @@ def _assistant_trials(patient: Patient) -> list[Trial]:
     ]
 
 
-def _assistant_notes(head: DraftHead) -> list[str]:
-    return [
-        "Another RoPE or window is not tried: the keys are the target's, and the assistant's "
-        "config was compared with the target's when it was loaded."
-    ]
-
-
-def _no_trials(patient: Patient) -> list[Trial]:
-    return []
-
-
-def _no_notes(head: DraftHead) -> list[str]:
-    return []
-
-
 @dataclass(frozen=True)
 class _Kind:
     """What is tried with one kind of head, and what cannot be."""
 
-    trials: Callable[[Patient], list[Trial]] = _no_trials
-    notes: Callable[[DraftHead], list[str]] = _no_notes
+    trials: Callable[[Patient], list[Trial]] = lambda patient: []
+    notes: Callable[[DraftHead], list[str]] = lambda head: []
 
 
-def _block_trials(patient: Patient) -> list[Trial]:
-    return block_trials(patient.head, patient.target, patient.special_tokens)
-
-
-def _block_notes(head: DraftHead) -> list[str]:
-    return notes_on_captures(head.layers_to_capture)
-
-
+_BLOCKS = _Kind(
+    lambda patient: block_trials(patient.head, patient.target, patient.special_tokens),
+    lambda head: notes_on_captures(head.layers_to_capture),
+)
 _KINDS = {
-    "dflash": _Kind(_block_trials, _block_notes),
-    "dspark": _Kind(_block_trials, _block_notes),
+    "dflash": _BLOCKS,
+    "dspark": _BLOCKS,
     "eagle3": _Kind(_eagle3_trials, _eagle3_notes),
-    "eagle": _Kind(notes=_eagle1_notes),
+    "eagle": _Kind(
+        notes=lambda head: ["Of an EAGLE-1 head only RoPE and the shift of the ids are tried."]
+    ),
     "mtp": _Kind(_mtp_trials),
-    ASSISTANT: _Kind(_assistant_trials, _assistant_notes),
+    ASSISTANT: _Kind(
+        _assistant_trials,
+        lambda head: [
+            "Another RoPE or window is not tried: the keys are the target's, and the assistant's "
+            "config was compared with the target's when it was loaded."
+        ],
+    ),
 }
 """`HeadConfig.kind` -> its row. A kind without one is tried with RoPE and shifts alone."""

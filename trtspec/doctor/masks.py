@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..checks import is_int
 from ..models.config import DecoderConfig
+from ..models.drafters.base import DraftHead
 from ..models.drafters.eagle import Eagle3Head
 from .trials import Change, Trial
 
@@ -34,22 +35,25 @@ def mask_token_trials(
     ]
 
 
+def reading(token: int) -> Change:
+    """Returns the change by which a head reads a token at its masks."""
+
+    def change(head: DraftHead) -> None:
+        head.config = replace(head.config, mask_token_id=token)
+
+    return change
+
+
 def mask_trials(
     head: Eagle3Head, raw: Tensor, state_size: float, tokens: Mapping[int, str]
 ) -> list[Trial]:
-    """Of a P-EAGLE head: the token and the state that it reads at its masks.
+    """Returns trials of the token and the state that a P-EAGLE head reads at its masks.
 
     Args:
         raw: [1, n * Ht], the checkpoint's mask_hidden.
         state_size: the root mean square of what stands in its place where it is known.
     """
     assert head.config.mask_token_id is not None
-
-    def read_token(token: int) -> Change:
-        def change(head: Eagle3Head) -> None:
-            head.config = replace(head.config, mask_token_id=token)
-
-        return change
 
     def read_state(state: Tensor) -> Change:
         def change(head: Eagle3Head) -> None:
@@ -59,7 +63,7 @@ def mask_trials(
 
         return change
 
-    return mask_token_trials(head.config.mask_token_id, tokens, read_token) + [
+    return mask_token_trials(head.config.mask_token_id, tokens, reading) + [
         Trial(f"mask_hidden {name}", cure, read_state(state))
         for name, cure, state in _other_states(raw, len(head.layers_to_capture), state_size)
     ]
@@ -68,7 +72,7 @@ def mask_trials(
 def _other_states(
     raw: Tensor, num_captured: int, state_size: float
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """(what is wrong, the cure, the state)."""
+    """Yields (what is wrong, the cure, the state)."""
     yield (
         "is not what it was trained to be: zeros do better",
         "copy mask_hidden again from the head's source",
@@ -131,7 +135,7 @@ def without_twins(tokens: Mapping[int, str], now: int, embedding: Tensor) -> dic
 def _named(
     raw: Mapping[str, Any], vocab_size: int, target: DecoderConfig, tokenizer: Any
 ) -> Iterator[tuple[str, int]]:
-    """Those with a role first: configs name them, then the tokenizer."""
+    """Yields (name, token): first tokens with a role in a config, then the tokenizer's."""
     for source, config in (
         ("of its config.json", raw),
         ("of the target's config.json", target.raw),

@@ -33,8 +33,7 @@ class Sample:
     steps: tuple[StepRecord, ...]
 
     def to_json(self) -> dict[str, Any]:
-        fields = dict(vars(self))
-        return {**fields, "steps": [list(step) for step in self.steps]}
+        return {**vars(self), "steps": [list(step) for step in self.steps]}
 
 
 def collect_samples(

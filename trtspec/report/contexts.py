@@ -27,9 +27,8 @@ def pad_prompt(
 ) -> list[int]:
     """Returns the prompt's token ids after as many turns as bring it to `length` tokens.
 
-    It may be longer by less than what the chat template puts around a turn.
-
-    A prompt that is that long by itself stays as it is.
+    It may be longer, by less than what the chat template puts around a turn. A prompt that is that
+    long by itself stays as it is.
 
     Raises:
         ConfigError: `encode` leaves earlier turns out, so that no context gets longer.

@@ -6,6 +6,7 @@ import base64
 from collections.abc import Sequence
 from html import escape
 
+from .advice import Advice
 from .measure import INTERVAL, AcceptanceReport
 from .statistics import Estimate, Group
 
@@ -45,7 +46,7 @@ def render_html(report: AcceptanceReport, title: str, plots: dict[str, str]) -> 
     parts.append(_lengths("context", report.by_context))
     if report.advice is not None:
         parts.append("<h2>Draft length</h2>")
-        parts.append(_advice(report))
+        parts.append(_advice(report.advice))
     for name, svg in plots.items():
         data = base64.b64encode(svg.encode()).decode()
         parts.append(f"<h2>{escape(name)}</h2>")
@@ -103,9 +104,7 @@ def _positions(report: AcceptanceReport) -> str:
     return _table([*headings, "accepted"], rows)
 
 
-def _advice(report: AcceptanceReport) -> str:
-    advice = report.advice
-    assert advice is not None
+def _advice(advice: Advice) -> str:
     rows = [
         [
             "plain" if row.draft_len == 0 else f"K = {row.draft_len}",

@@ -105,9 +105,26 @@ def measure_acceptance(
         encode=encode,
         progress=progress,
     )
-    k = llm.max_draft_len
+    settings = {
+        "mode": llm.mode.name.lower(),
+        "max_draft_len": llm.max_draft_len,
+        "device": str(llm.device),
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "max_batch_size": llm.executor.config.max_batch_size,
+        "num_prompts": len(prompts),
+        "temperatures": temperatures,
+        "contexts": list(contexts),
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "forced_acceptance": llm.stats().forced_acceptance,
+    }
+    return _report(llm, settings, samples)
+
+
+def _report(llm: LLM, settings: dict[str, Any], samples: Sequence[Sample]) -> AcceptanceReport:
+    """Returns the report of samples, in groups, with a warning where there is cause."""
+    k, temperatures = llm.max_draft_len, settings["temperatures"]
     as_they_are = [sample for sample in samples if sample.context is None]
-    categories = list(dict.fromkeys(prompt.category for prompt in prompts))
 
     def group(name: str, temperature: float, clusters: Sequence[Cluster]) -> Group:
         return Group(name, temperature, acceptance_of(clusters, k))
@@ -115,7 +132,7 @@ def measure_acceptance(
     overall = [group("all", t, _steps(as_they_are, t)) for t in temperatures]
     by_category = [
         group(category, t, _steps(as_they_are, t, category))
-        for category in categories
+        for category in dict.fromkeys(sample.category for sample in as_they_are)
         for t in temperatures
     ]
     buckets = {t: by_bucket(_steps(samples, t)) for t in temperatures}
@@ -125,22 +142,8 @@ def measure_acceptance(
         for t in temperatures
         if bucket in buckets[t]
     ]
-    forced = llm.stats().forced_acceptance
-    settings = {
-        "mode": llm.mode.name.lower(),
-        "max_draft_len": k,
-        "device": str(llm.device),
-        "dtype": str(llm.dtype).removeprefix("torch."),
-        "max_batch_size": llm.executor.config.max_batch_size,
-        "num_prompts": len(prompts),
-        "temperatures": temperatures,
-        "contexts": list(contexts),
-        "max_tokens": max_tokens,
-        "seed": seed,
-        "forced_acceptance": forced,
-    }
     warning = None
-    if llm.mode.drafts_with_network() and not forced:
+    if llm.mode.drafts_with_network() and not settings["forced_acceptance"]:
         warning = _warning(overall[0])
         if warning is None and _may_take_window(llm):
             warning = fading(by_context, temperatures[0])

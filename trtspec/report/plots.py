@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ConfigError
+from .advice import Advice
 from .measure import AcceptanceReport
 from .statistics import Estimate, Group
 
@@ -15,7 +16,7 @@ _LABEL = 50  # characters
 
 
 def require_matplotlib() -> Any:
-    """Its Figure class.
+    """Returns its Figure class.
 
     Raises:
         ConfigError: matplotlib is not installed; names the extra.
@@ -32,24 +33,26 @@ def require_matplotlib() -> Any:
 
 def draw_plots(report: AcceptanceReport) -> dict[str, str]:
     """Title -> SVG document."""
-    figure_class = require_matplotlib()
     plots = {
-        "Acceptance by draft position": _positions(figure_class, report),
-        "Acceptance length by category": _bars(
-            figure_class, report.by_category, report.temperatures
-        ),
-        "Acceptance length by context": _bars(figure_class, report.by_context, report.temperatures),
+        "Acceptance by draft position": _positions(report),
+        "Acceptance length by category": _bars(report.by_category, report.temperatures),
+        "Acceptance length by context": _bars(report.by_context, report.temperatures),
     }
     if len(report.overall) > 1:
-        plots["Acceptance length by temperature"] = _temperatures(figure_class, report)
+        plots["Acceptance length by temperature"] = _temperatures(report.overall)
     if report.advice is not None:
-        plots["Tokens per second by draft length"] = _speeds(figure_class, report)
+        plots["Tokens per second by draft length"] = _speeds(report.advice)
     return plots
 
 
-def _positions(figure_class: Any, report: AcceptanceReport) -> str:
-    figure = figure_class(figsize=(_WIDTH, 3.4), layout="constrained")
-    axes = figure.add_subplot()
+def _figure(height: float) -> tuple[Any, Any]:
+    """Returns a figure and its axes. height: in inches."""
+    figure = require_matplotlib()(figsize=(_WIDTH, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _positions(report: AcceptanceReport) -> str:
+    figure, axes = _figure(3.4)
     numbers = range(1, report.max_draft_len + 1)
     for color, group in enumerate(report.overall):
         for rates, style, name in (
@@ -72,11 +75,9 @@ def _positions(figure_class: Any, report: AcceptanceReport) -> str:
     return to_svg(figure)
 
 
-def _bars(figure_class: Any, groups: Sequence[Group], temperatures: Sequence[float]) -> str:
+def _bars(groups: Sequence[Group], temperatures: Sequence[float]) -> str:
     names = list(dict.fromkeys(group.name for group in groups))
-    rows = len(names) * len(temperatures)
-    figure = figure_class(figsize=(_WIDTH, 1.1 + _ROW * rows), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _figure(1.1 + _ROW * len(names) * len(temperatures))
     height = 0.8 / len(temperatures)
     for number, temperature in enumerate(temperatures):
         chosen = [group for group in groups if group.temperature == temperature]
@@ -103,10 +104,9 @@ def _bars(figure_class: Any, groups: Sequence[Group], temperatures: Sequence[flo
     return to_svg(figure)
 
 
-def _temperatures(figure_class: Any, report: AcceptanceReport) -> str:
-    figure = figure_class(figsize=(_WIDTH, 3.0), layout="constrained")
-    axes = figure.add_subplot()
-    groups = sorted(report.overall, key=lambda group: group.temperature)
+def _temperatures(overall: Sequence[Group]) -> str:
+    figure, axes = _figure(3.0)
+    groups = sorted(overall, key=lambda group: group.temperature)
     values, errors = _with_errors([group.acceptance.acceptance_length for group in groups])
     axes.errorbar([g.temperature for g in groups], values, yerr=errors, fmt="o-", capsize=3)
     axes.set(xlabel="temperature", ylabel="tokens per step")
@@ -115,12 +115,9 @@ def _temperatures(figure_class: Any, report: AcceptanceReport) -> str:
     return to_svg(figure)
 
 
-def _speeds(figure_class: Any, report: AcceptanceReport) -> str:
-    assert report.advice is not None
-    figure = figure_class(figsize=(_WIDTH, 3.0), layout="constrained")
-    axes = figure.add_subplot()
-    rows = [row for row in report.advice.rows if row.tokens_per_second is not None]
-    best = report.advice.best
+def _speeds(advice: Advice) -> str:
+    figure, axes = _figure(3.0)
+    rows, best = [row for row in advice.rows if row.tokens_per_second is not None], advice.best
     axes.plot([row.draft_len for row in rows], [row.tokens_per_second for row in rows], "o-")
     axes.plot([best.draft_len], [best.tokens_per_second], "*", markersize=16, label="best")
     axes.set(xlabel="draft length K (0: plain)", ylabel="tokens per second")

@@ -66,7 +66,7 @@ def measure_step_ms(
     return {k: median(times) for k, times in turns.items()}
 
 
-def step_seconds_without_drafts(llm: LLM, steps: int = 12) -> float | None:
+def step_seconds_without_drafts(llm: LLM) -> float | None:
     """Returns the seconds of a step of one request for which nothing was drafted.
 
     The drafter writes its KV all the same, so a plain engine's step is somewhat shorter. None if
@@ -78,7 +78,7 @@ def step_seconds_without_drafts(llm: LLM, steps: int = 12) -> float | None:
         return None
     try:
         with executor.draft_len_held_at(0):
-            return _time_steps(executor, [[0] * 8], steps, 0) / 1000
+            return _time_steps(executor, [[0] * 8], 12, 0) / 1000
     except ConfigError:
         return None
     finally:

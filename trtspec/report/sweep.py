@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, product
@@ -89,8 +90,8 @@ class Axes:
 
     @property
     def num_cells(self) -> int:
-        sizes = self.concurrencies, self.temperatures, self.kinds, self.contexts
-        return len(list(product(*sizes)))
+        axes = self.concurrencies, self.temperatures, self.kinds, self.contexts
+        return math.prod(map(len, axes))
 
 
 @dataclass
@@ -285,33 +286,20 @@ class SweepRun:
 
 
 def draw_sweep(sweep: Sweep) -> str:
-    """Returns an SVG: for each text, temperature and context the speeds over plain decoding's."""
+    """Returns an SVG: for each text, temperature and context the speeds over the first way's."""
     figure_class = require_matplotlib()
     panels: dict[tuple[str, float, int | None], list[Cell]] = {}
     for cell in sweep.cells:
-        panels.setdefault(cell.place[2:3] + cell.place[1:2] + cell.place[3:], []).append(cell)
+        place = cell.place
+        panels.setdefault((place.kind, place.temperature, place.context), []).append(cell)
     columns = len(dict.fromkeys(cell.place.temperature for cell in sweep.cells))
     rows = -(-len(panels) // columns)
     figure = figure_class(figsize=(1.2 + 3.4 * columns, 0.8 + 2.5 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    fixed = [way for way in sweep.ways if way.is_fixed]
     for axes, ((kind, temperature, context), cells) in zip(grid.flat, panels.items(), strict=False):
-        xs = range(len(cells))
-        base = [cell.speed(sweep.ways[0].name) for cell in cells]
-        for way in sweep.ways:
-            shade = 0.75 - 0.55 * fixed.index(way) / max(1, len(fixed)) if way.is_fixed else None
-            style: dict[str, Any] = {"marker": "o", "markersize": 4}
-            if shade is not None:
-                style |= {"color": str(shade), "linewidth": 1.0, "linestyle": "--"}
-            values = [
-                cell.speed(way.name) / b if b else 0 for cell, b in zip(cells, base, strict=True)
-            ]
-            axes.plot(xs, values, label=way.name, **style)
         title = f"{kind}, T={temperature:g}" + ("" if context is None else f", {context} tokens")
         axes.set_title(title, fontsize="small", parse_math=False)
-        axes.set_xticks(list(xs), labels=[str(cell.place.concurrency) for cell in cells])
-        axes.axhline(1, color="black", linewidth=0.8)
-        axes.grid(alpha=0.3)
+        _draw_panel(axes, sweep.ways, cells)
     for axes in grid[-1]:
         axes.set_xlabel("requests at once")
     for axes in grid[:, 0]:
@@ -321,3 +309,22 @@ def draw_sweep(sweep: Sweep) -> str:
     handles, labels = grid.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
     return to_svg(figure)
+
+
+def _draw_panel(axes: Any, ways: Sequence[Way], cells: Sequence[Cell]) -> None:
+    """Draws a line for each way, over the numbers of requests; dashed those of a fixed length."""
+    fixed, xs = [way for way in ways if way.is_fixed], range(len(cells))
+    base = [cell.speed(ways[0].name) for cell in cells]
+    for way in ways:
+        style: dict[str, Any] = {}
+        if way.is_fixed:
+            shade = 0.75 - 0.55 * fixed.index(way) / len(fixed)
+            style = {"color": str(shade), "linewidth": 1.0, "linestyle": "--"}
+        values = [
+            cell.speed(way.name) / below if below else 0
+            for cell, below in zip(cells, base, strict=True)
+        ]
+        axes.plot(xs, values, label=way.name, marker="o", markersize=4, **style)
+    axes.set_xticks(list(xs), labels=[str(cell.place.concurrency) for cell in cells])
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.grid(alpha=0.3)
