@@ -158,5 +158,5 @@ def test_a_nan_flags_its_request_alone() -> None:
 
 @pytest.mark.parametrize("config", [NGramDecodingConfig, UserProvidedDecodingConfig])
 def test_unknown_rules_are_refused(config: type[DecodingBaseConfig]) -> None:
-    with pytest.raises(ConfigError, match="strict, exact_match, rejection, block"):
+    with pytest.raises(ConfigError, match="'strict', 'exact_match', 'rejection' or 'block'"):
         config(acceptance="lenient")

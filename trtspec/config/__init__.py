@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .decoding import SADecodingConfig as SADecodingConfig
     from .decoding import SaveHiddenStatesDecodingConfig as SaveHiddenStatesDecodingConfig
     from .decoding import UserProvidedDecodingConfig as UserProvidedDecodingConfig
-    from .decoding import require_common as require_common
     from .decoding import resolve_speculative_config as resolve_speculative_config
     from .engine import ATTENTION_BACKENDS as ATTENTION_BACKENDS
     from .engine import DEFAULT_CUDA_GRAPHS as DEFAULT_CUDA_GRAPHS
@@ -37,12 +36,7 @@ if TYPE_CHECKING:
     from .engine import ExecutorConfig as ExecutorConfig
     from .engine import KvCacheConfig as KvCacheConfig
     from .engine import takes_fields_of as takes_fields_of
-    from .fields import check_bool as check_bool
-    from .fields import check_int as check_int
-    from .fields import require_bool as require_bool
     from .fields import require_int as require_int
-    from .fields import require_layers as require_layers
-    from .fields import require_path as require_path
     from .suffix import SAEnhancerConfig as SAEnhancerConfig
     from .suffix import SuffixSearchConfig as SuffixSearchConfig
 
@@ -66,7 +60,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             "SADecodingConfig",
             "SaveHiddenStatesDecodingConfig",
             "UserProvidedDecodingConfig",
-            "require_common",
             "resolve_speculative_config",
         ),
         "engine": (
@@ -80,14 +73,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "MAX_BATCH_SIZE",
             "takes_fields_of",
         ),
-        "fields": (
-            "check_bool",
-            "check_int",
-            "require_bool",
-            "require_int",
-            "require_layers",
-            "require_path",
-        ),
+        "fields": ("require_int",),
         "suffix": ("SAEnhancerConfig", "SuffixSearchConfig"),
     },
 )

@@ -16,7 +16,14 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 from ..checks import is_int, is_number
 from ..errors import ConfigError, shown
 from ..metadata.mode import SpeculativeDecodingMode
-from .fields import made_of_dict, require_bool, require_int, require_layers, require_path
+from .fields import (
+    check_choice,
+    made_of_dict,
+    require_bool,
+    require_int,
+    require_layers,
+    require_path,
+)
 from .suffix import SAEnhancerConfig, SuffixSearchConfig
 
 logger = logging.getLogger(__name__)
@@ -82,13 +89,60 @@ class DecodingBaseConfig:
     mode: ClassVar[SpeculativeDecodingMode]
     decoding_type: ClassVar[str]  # TensorRT-LLM's name
     draft_len_field: ClassVar[str] = "max_draft_len"  # the field that a user gives K in
+    least_draft_len: ClassVar[int] = 1  # 0 where that is the drafter's own number
     auto_draft_len: ClassVar[int] = 4  # the most drafts of K = "auto"
     needs_python: ClassVar[str] = ""  # what it takes that a command line cannot give
 
     def __post_init__(self) -> None:
-        resolve_auto(self)
-        require_int(self, "max_draft_len", 1, MAX_DRAFT_LEN)
-        require_common(self)
+        self._resolve_auto()
+        require_int(self, "max_draft_len", self.least_draft_len, MAX_DRAFT_LEN)
+        self._check_common()
+
+    def _resolve_auto(self) -> None:
+        """Makes K = "auto" the drafter's usual number, with `draft_len_schedule="auto"`."""
+        name = self.draft_len_field
+        if "auto" not in (getattr(self, name), self.max_draft_len):
+            return
+        if self.draft_len_schedule not in (None, "auto"):
+            raise ConfigError(
+                f"{type(self).__name__}: {name}='auto' chooses K itself; give a number with "
+                f"draft_len_schedule={shown(self.draft_len_schedule)}, or leave that out."
+            )
+        for given in (getattr(self, name), self.max_draft_len):
+            if given not in ("auto", 0, getattr(type(self), name)):
+                raise ConfigError(
+                    f"{type(self).__name__}: {shown(given)} drafts beside 'auto': {name} and "
+                    "max_draft_len are the same. Give one of them."
+                )
+        for each in {name, "max_draft_len"}:
+            object.__setattr__(self, each, self.auto_draft_len)
+        object.__setattr__(self, "draft_len_schedule", "auto")
+
+    def _check_common(self) -> None:
+        """Checks the fields that all decoding configs have, but for K."""
+        require_int(self, "max_concurrency", 1, None, or_none=True)
+        self._check_schedule()
+        require_int(self, "max_verified_drafts", 1, None, or_none=True)
+        if self.max_verified_drafts is not None and self.draft_len_schedule == "auto":
+            raise ConfigError(
+                f"{type(self).__name__}: max_verified_drafts={self.max_verified_drafts} with "
+                'draft_len_schedule="auto" is not offered: auto counts what was accepted of all '
+                "drafts. Give K as a number, or leave max_verified_drafts out."
+            )
+        check_choice(f"{type(self).__name__}.acceptance", self.acceptance, ACCEPTANCE_RULES)
+
+    def _check_schedule(self) -> None:
+        schedule, most = self.draft_len_schedule, self.max_draft_len or MAX_DRAFT_LEN
+        if schedule is None or schedule == "auto":
+            return
+        is_one = isinstance(schedule, Mapping) and bool(schedule)
+        if not is_one or not all(is_int(n, 1) and is_int(k, 0, most) for n, k in schedule.items()):
+            raise ConfigError(
+                f"{type(self).__name__}.draft_len_schedule={shown(schedule)}: it must be a dict "
+                f"from numbers of requests (>= 1) to draft lengths in 0 … {most}, like "
+                '{4: 4, 8: 2, 32: 1}, "auto" or None.'
+            )
+        object.__setattr__(self, "draft_len_schedule", dict(schedule))  # not the caller's
 
     @property
     def spec_dec_mode(self) -> SpeculativeDecodingMode:
@@ -282,6 +336,7 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
     sa_config: SAEnhancerConfig | SADecodingConfig | None = None
     draft_window: int | None = None
 
+    least_draft_len: ClassVar[int] = 0
     auto_draft_len: ClassVar[int] = 0  # the head's own
     head_kind: ClassVar[str]  # what the checkpoint must hold: "eagle", "mtp", …
     head_name: ClassVar[str]  # what the names of the package's heads end in
@@ -289,9 +344,7 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
     one_model_field: ClassVar[str | None] = None  # False there: it drafts in passes of its own
 
     def __post_init__(self) -> None:
-        resolve_auto(self)
-        require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
-        require_common(self)
+        super().__post_init__()
         if self.speculative_model is not None or not self.target_may_hold_head:
             require_path(self, "speculative_model")
         if self.one_model_field is not None:
@@ -455,7 +508,7 @@ class MTPDecodingConfig(HeadDecodingConfig):
 
     def _settle_draft_len(self) -> None:
         """Gives both fields that are K the same number."""
-        resolve_auto(self)
+        self._resolve_auto()
         require_int(self, "num_nextn_predict_layers", 1, MAX_DRAFT_LEN)
         require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
         if self.max_draft_len == 0:
@@ -533,7 +586,7 @@ class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
 
     def __post_init__(self) -> None:
         require_int(self, "max_draft_len", 0, 0)
-        require_common(self)
+        self._check_common()
         for name in ("acceptance", "max_concurrency", "draft_len_schedule", "max_verified_drafts"):
             value = getattr(self, name)
             if value != getattr(DecodingBaseConfig, name):
@@ -599,27 +652,6 @@ def resolve_speculative_config(config: DecodingBaseConfig | None) -> DecodingBas
     return config
 
 
-def resolve_auto(config: DecodingBaseConfig) -> None:
-    """Makes K = "auto" the drafter's usual number, with `draft_len_schedule="auto"`."""
-    name = config.draft_len_field
-    if "auto" not in (getattr(config, name), config.max_draft_len):
-        return
-    if config.draft_len_schedule not in (None, "auto"):
-        raise ConfigError(
-            f"{type(config).__name__}: {name}='auto' chooses K itself; give a number with "
-            f"draft_len_schedule={shown(config.draft_len_schedule)}, or leave that out."
-        )
-    for given in (getattr(config, name), config.max_draft_len):
-        if given not in ("auto", 0, getattr(type(config), name)):
-            raise ConfigError(
-                f"{type(config).__name__}: {shown(given)} drafts beside 'auto': {name} and "
-                "max_draft_len are the same. Give one of them."
-            )
-    for each in {name, "max_draft_len"}:
-        object.__setattr__(config, each, config.auto_draft_len)
-    object.__setattr__(config, "draft_len_schedule", "auto")
-
-
 def resolve_lookup(config: HeadDecodingConfig | DraftTargetDecodingConfig) -> None:
     """Makes `sa_config` an `SAEnhancerConfig`; None stays.
 
@@ -653,35 +685,3 @@ def resolve_lookup(config: HeadDecodingConfig | DraftTargetDecodingConfig) -> No
             "it. Leave one of them out."
         )
     object.__setattr__(config, "sa_config", given)
-
-
-def require_common(config: DecodingBaseConfig) -> None:
-    """Checks the fields that all decoding configs have, but for K."""
-    require_int(config, "max_concurrency", 1, None, or_none=True)
-    _check_schedule(config)
-    require_int(config, "max_verified_drafts", 1, None, or_none=True)
-    if config.max_verified_drafts is not None and config.draft_len_schedule == "auto":
-        raise ConfigError(
-            f"{type(config).__name__}: max_verified_drafts={config.max_verified_drafts} with "
-            'draft_len_schedule="auto" is not offered: auto counts what was accepted of all '
-            "drafts. Give K as a number, or leave max_verified_drafts out."
-        )
-    if config.acceptance not in ACCEPTANCE_RULES:
-        raise ConfigError(
-            f"{type(config).__name__}.acceptance={shown(config.acceptance)}: it must be one of "
-            f"{', '.join(ACCEPTANCE_RULES)}."
-        )
-
-
-def _check_schedule(config: DecodingBaseConfig) -> None:
-    schedule, most = config.draft_len_schedule, config.max_draft_len or MAX_DRAFT_LEN
-    if schedule is None or schedule == "auto":
-        return
-    is_one = isinstance(schedule, Mapping) and bool(schedule)
-    if not is_one or not all(is_int(n, 1) and is_int(k, 0, most) for n, k in schedule.items()):
-        raise ConfigError(
-            f"{type(config).__name__}.draft_len_schedule={shown(schedule)}: it must be a dict from "
-            f"numbers of requests (>= 1) to draft lengths in 0 … {most}, like "
-            '{4: 4, 8: 2, 32: 1}, "auto" or None.'
-        )
-    object.__setattr__(config, "draft_len_schedule", dict(schedule))  # not the caller's

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
 
 from ..checks import are_ints, int_range, is_int, is_number
 from ..errors import ConfigError, shown
-from .fields import check_bool, check_int, require_bool, require_int
+from .fields import check_bool, check_choice, check_int, require_bool, require_int
 
 if TYPE_CHECKING:
     import torch
@@ -61,8 +61,7 @@ class KvCacheConfig:
         require_int(self, "tokens_per_block", 1, 1024)
         require_bool(self, "enable_block_reuse")
         require_bool(self, "enable_partial_reuse")
-        if self.dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(f"KvCacheConfig.dtype={shown(self.dtype)}: use 'auto' or 'fp8'.")
+        check_choice("KvCacheConfig.dtype", self.dtype, KV_CACHE_DTYPES)
         share = self.free_gpu_memory_fraction
         if not is_number(share) or not 0.0 < share <= 1.0:
             raise ConfigError(
@@ -239,22 +238,13 @@ class EngineConfig:
         cache, graphs = self.kv_cache_config, self.cuda_graph_config
         if cache is not None and not isinstance(cache, KvCacheConfig):
             raise ConfigError(f"kv_cache_config={cache!r}: give a KvCacheConfig.")
-        if self.quant is not None and self.quant not in QUANTS:
-            allowed = ", ".join(map(repr, QUANTS))
-            raise ConfigError(
-                f"quant={shown(self.quant)}: use {allowed} or None, which leaves weights as they "
-                "are."
-            )
+        check_choice("quant", self.quant, QUANTS, or_none=True)
         check_int("max_batch_size", self.max_batch_size, 1, MAX_BATCH_SIZE)
         check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
         check_bool("disable_overlap_scheduler", self.disable_overlap_scheduler, or_none=True)
         if graphs is not None and not isinstance(graphs, CudaGraphConfig):
             raise ConfigError(f"cuda_graph_config={graphs!r}: give a CudaGraphConfig, or None.")
-        if self.attn_backend not in ATTENTION_BACKENDS:
-            raise ConfigError(
-                f"attn_backend={self.attn_backend!r}: use 'auto', 'torch', 'triton' or "
-                "'flashinfer'."
-            )
+        check_choice("attn_backend", self.attn_backend, ATTENTION_BACKENDS)
         check_int("guided_masked_drafts", self.guided_masked_drafts, 0, None, or_none=True)
         self._check_ranks()
 
@@ -268,10 +258,7 @@ class EngineConfig:
                 "enable_attention_dp is not offered. Leave one of them out."
             )
         check_int("moe_expert_parallel_size", self.moe_expert_parallel_size, 1, MAX_RANKS)
-        if self.backend not in (None, *RANK_BACKENDS):
-            raise ConfigError(
-                f"backend={shown(self.backend)}: use 'mp', 'ray', 'torchrun' or None."
-            )
+        check_choice("backend", self.backend, RANK_BACKENDS, or_none=True)
         if self.pipeline_parallel_size != 1:
             raise ConfigError(
                 f"pipeline_parallel_size={shown(self.pipeline_parallel_size)}: a step is one graph "

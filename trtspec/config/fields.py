@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -29,6 +29,14 @@ def check_bool(label: str, value: object, or_none: bool = False) -> None:
     if not isinstance(value, bool) and not (or_none and value is None):
         allowed = "True, False or None" if or_none else "True or False"
         raise ConfigError(f"{label}={shown(value)}: it must be {allowed}.")
+
+
+def check_choice(label: str, value: object, choices: Sequence[str], or_none: bool = False) -> None:
+    """Raises ConfigError unless it is one of the texts; with `or_none` None is allowed too."""
+    allowed = (*choices, None) if or_none else choices
+    if value not in allowed:
+        *others, last = map(repr, allowed)
+        raise ConfigError(f"{label}={shown(value)}: use {', '.join(others)} or {last}.")
 
 
 def require_int(
