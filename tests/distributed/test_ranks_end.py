@@ -32,14 +32,9 @@ from trtspec import (
 )
 from trtspec.config import EngineConfig
 from trtspec.distributed import start
+from trtspec.distributed.background import CALLS_AT_END, in_background, start_thread
 from trtspec.distributed.peer import ALL_REDUCE_ENV_VAR
-from trtspec.distributed.world import (
-    CALLS_AT_END,
-    TIMEOUT_ENV_VAR,
-    World,
-    _in_background,
-    _start_thread,
-)
+from trtspec.distributed.world import TIMEOUT_ENV_VAR, World
 from trtspec.errors import CheckpointError, ConfigError, RankError
 
 starts_ranks_again = pytest.mark.skipif(
@@ -152,10 +147,10 @@ def test_a_world_has_threads_for_the_end_of_python(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        ended = [_in_background(lambda: None) for _ in range(CALLS_AT_END)]
+        ended = [in_background(lambda: None) for _ in range(CALLS_AT_END)]
         assert all(end.wait(10) for end in ended)
     for _ in ended:
-        _start_thread()
+        start_thread()
 
 
 def test_engines_share_the_ranks(model: Path, expected: list[int]) -> None:

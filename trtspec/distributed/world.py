@@ -26,14 +26,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
-from queue import SimpleQueue
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, RankError
+from .background import in_background, keep_threads_ready
 from .comm import Communicator, GroupCommunicator
 from .interrupts import interrupts_wait
 from .peer import gpu_communicator
@@ -45,7 +45,6 @@ DEFAULT_TIMEOUT = 600.0  # seconds that a step may take, graph captures and kern
 START_TIMEOUT = timedelta(minutes=5)
 FOREVER = timedelta(days=365)  # followers wait for the next message, however long no request comes
 GRACE = 5.0  # seconds until a rank that does not return by itself is ended
-CALLS_AT_END = 3  # that may hang: to followers, to torch's groups
 _POLL = 0.1
 _INLINE = 4096  # bytes of a message that are sent with its length
 
@@ -119,7 +118,7 @@ class World:
         if device.type == "cuda":
             self.comm = gpu_communicator(dist.group.WORLD, device, self.all_of)
         self.num_messages = 0
-        _keep_threads_ready()
+        keep_threads_ready()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="trtspec-ranks")
         self._watcher.start()
 
@@ -332,7 +331,7 @@ class World:
         watch.daemon = True
         watch.start()
         if self.device.type == "cuda":  # frees a host that waits for NCCL on the device
-            _in_background(dist.distributed_c10d._abort_process_group)
+            in_background(dist.distributed_c10d._abort_process_group)
 
     def _exit_if_stuck(self) -> None:
         """Ends this process if it still waits for the device: peers that are gone never answer."""
@@ -347,7 +346,7 @@ class World:
             return
         if self.is_leader and self.failure is None:
             # In the background: a follower that does not listen would hold it up for good.
-            _in_background(partial(self.tell, None, "exit", ())).wait(GRACE)
+            in_background(partial(self.tell, None, "exit", ())).wait(GRACE)
         self.is_closed = True
         deadline = time.monotonic() + GRACE
         for follower in self.followers:
@@ -378,41 +377,10 @@ def leave_groups() -> None:
         return
     gc.collect()
     if torch.cuda.is_available():
-        _in_background(dist.destroy_process_group).wait(GRACE)
+        in_background(dist.destroy_process_group).wait(GRACE)
     else:
         with suppress(Exception):
             dist.destroy_process_group()
-
-
-_calls: SimpleQueue[tuple[Callable[[], object], threading.Event]] = SimpleQueue()
-
-
-@cache
-def _keep_threads_ready() -> None:
-    """Starts the threads of calls that come while Python ends: since 3.12 none can start then."""
-    for _ in range(CALLS_AT_END):
-        _start_thread()
-
-
-def _start_thread() -> None:
-    """Starts a thread that waits for one call."""
-
-    def work() -> None:
-        run, done = _calls.get()
-        with suppress(Exception):
-            run()
-        done.set()
-
-    threading.Thread(target=work, daemon=True, name="trtspec-background").start()
-
-
-def _in_background(run: Callable[[], object]) -> threading.Event:
-    """Starts a call that may fail or hang. Returns what is set once it has ended."""
-    done = threading.Event()
-    _calls.put((run, done))
-    with suppress(RuntimeError):  # Python ends: a thread that is ready takes the call
-        _start_thread()
-    return done
 
 
 def step_timeout() -> float:
