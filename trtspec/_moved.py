@@ -51,7 +51,11 @@ MOVED: dict[str, tuple[str, ...]] = {
         "checkpoints.heads.gemma_assistant",
     ),
     "models.gguf": ("checkpoints.gguf",),
-    "models.head_config": ("checkpoints.heads.config", "checkpoints.heads.mtp"),
+    "models.head_config": (
+        "checkpoints.heads.config",
+        "checkpoints.heads.fields",
+        "checkpoints.heads.mtp",
+    ),
     "models.head_weights": ("checkpoints.heads.load",),
     "models.hf_config": ("checkpoints.hf_config",),
     "models.json_object": ("checkpoints.json_object",),

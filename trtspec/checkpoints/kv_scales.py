@@ -62,7 +62,7 @@ def load_kv_scales(config: DecoderConfig, model_dir: Path) -> tuple[LayerScales,
     """
     found, missing = [], 0
     with ExitStack() as stack:
-        sources = text_tensors(open_checkpoint(model_dir, stack), model_dir)
+        sources = text_tensors(open_checkpoint(model_dir, stack))
         for layer in range(config.num_layers):
             sides = []
             for names in (_K_NAMES, _V_NAMES):

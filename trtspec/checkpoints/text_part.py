@@ -2,19 +2,17 @@
 
 Such a checkpoint nests the text model's config under `text_config` and its tensors under
 `language_model`; Qwen2-VL's older ones have both beside the encoder's. Everything else in it is
-left alone, which is logged once; a prompt has the encoder's embeddings as an `EmbedsPrompt`.
+left alone; a prompt has the encoder's embeddings as an `EmbedsPrompt`.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError
 
-logger = logging.getLogger(__name__)
 Source = TypeVar("Source")
 
 TEXT_TYPES = {
@@ -63,17 +61,10 @@ def text_config(raw: dict[str, Any], where: Path) -> dict[str, Any]:
     return {"model_type": TEXT_TYPES[model_type], **inner, **outer, "is_text_part": True}
 
 
-def text_tensors(sources: dict[str, Source], model_dir: Path) -> dict[str, Source]:
+def text_tensors(sources: dict[str, Source]) -> dict[str, Source]:
     """Returns the text model's tensors, by their names in a checkpoint of text alone."""
     if not any(_PREFIX.match(name) or name.startswith("visual.") for name in sources):
         return sources
-    others = [name for name in sources if _OTHER_PARTS.match(name)]
-    if others:
-        logger.warning(
-            "%s also reads images or sound: its text model is used alone, %d tensors are left out.",
-            model_dir,
-            len(others),
-        )
     return {
         re.sub(r"^language_model\.lm_head\.", "lm_head.", _PREFIX.sub("model.", name)): source
         for name, source in sources.items()

@@ -168,7 +168,15 @@ def load_weights(
         if not (tied and name == "lm_head.weight")
     }
     with ExitStack() as stack:
-        sources = text_tensors(open_checkpoint(model_dir, stack), model_dir)
+        everything = open_checkpoint(model_dir, stack)
+        sources = text_tensors(everything)
+        if len(sources) < len(everything):
+            logger.warning(
+                "%s also reads images or sound: its text model is used alone, %d tensors are left "
+                "out.",
+                model_dir,
+                len(everything) - len(sources),
+            )
         sources = dequantized(sources, config.raw, model_dir / "config.json")
         if tied and "lm_head.weight" in sources:  # some files have the shared weights as that alone
             sources.setdefault("model.embed_tokens.weight", sources["lm_head.weight"])

@@ -15,6 +15,7 @@ from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ...models.drafters.base import HeadConfig
 from .fields import (
+    check_captures,
     flag_field,
     head_layers,
     layer_ids,
@@ -222,13 +223,5 @@ def _layers_to_capture(
             f"{where}: num_aux_hidden_states={count}, but {len(layers)} layers are to be captured: "
             f"{list(layers)}. Give {count} with eagle3_layers_to_capture."
         )
-    if target is not None:
-        wrong = [i for i in layers if not 0 <= i < target.num_layers]
-        if wrong:
-            raise CheckpointError(
-                f"{where}: layers to capture {list(layers)} (0-based outputs, from {origin}) do "
-                f"not fit a target of {target.num_layers} layers: {wrong[0]} is not in 0 … "
-                f"{target.num_layers - 1}. Use the head's own target, or give "
-                "eagle3_layers_to_capture."
-            )
+    check_captures(layers, origin, target, "eagle3_layers_to_capture", where)
     return layers, origin

@@ -17,7 +17,7 @@ from ...models.config import DecoderConfig
 from ...models.drafters.base import DraftHead, HeadConfig
 from ...models.drafters.dflash import DFlashHead
 from .dflash_config import is_dflash, is_dspark, parse_dflash
-from .fields import canonical_eagle_names
+from .fields import head_tensors
 from .fit import check_ends, check_vocabulary_map
 from .records import HeadFiles, HeadKind, HeadReport, HeadRequest, Sources
 
@@ -30,16 +30,11 @@ def _read(
 ) -> HeadConfig:
     report.tensors = {
         name: source
-        for name, source in canonical_eagle_names(files.sources, files.head_dir).items()
+        for name, source in head_tensors(files, "DFlash").items()
         if not name.startswith(("verifier_norm.", "verifier_lm_head."))  # of training alone
     }
     if is_dspark(files.raw):
         report.tensors = _dspark_tensors(report.tensors)
-    if "fc.weight" not in report.tensors:
-        raise CheckpointError(
-            f"{files.head_dir} has no fc.weight, which every DFlash head has: these are not a "
-            "head's tensors, or not all of them. Copy the head again from its source."
-        )
     if (files.head_dir / "mask_embedding.pt").exists():
         raise CheckpointError(
             f"{files.head_dir} has the mask token's embedding in mask_embedding.pt, which is not "

@@ -26,6 +26,7 @@ from ...models.drafters.base import HeadConfig
 from ...models.drafters.markov import MARKOV_TYPES
 from ..hf_config import MAX_SIZE
 from .fields import (
+    check_captures,
     flag_field,
     head_layers,
     layer_ids,
@@ -380,11 +381,5 @@ def _target_layers(
         if not isinstance(total, int):
             raise CheckpointError(f"{where} does not say target_layer_ids. Give target_layer_ids.")
         layers, origin = default_target_layers(num_draft_layers, total), "default"
-    wrong = [i for i in layers if i < 0 or (target is not None and i >= target.num_layers)]
-    if wrong:
-        most = "" if target is None else f" of a target of {target.num_layers} layers"
-        raise CheckpointError(
-            f"{where}: layers to capture {list(layers)} (0-based outputs, from {origin}): "
-            f"{wrong[0]} is no layer{most}. Use the head's own target, or give target_layer_ids."
-        )
+    check_captures(layers, origin, target, "target_layer_ids", where)
     return layers, origin

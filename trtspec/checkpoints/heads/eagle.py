@@ -16,7 +16,7 @@ from ...models.config import DecoderConfig
 from ...models.drafters.base import DraftHead, HeadConfig
 from ...models.drafters.eagle import Eagle3Head, EagleHead
 from .config import parse_eagle
-from .fields import canonical_eagle_names
+from .fields import head_tensors
 from .fit import check_ends, check_vocabulary_map
 from .masked import check_mask_hidden
 from .records import HeadFiles, HeadKind, HeadReport, HeadRequest
@@ -29,12 +29,7 @@ def _is_eagle(files: HeadFiles, asked: str | None) -> bool:
 def _read(
     report: HeadReport, files: HeadFiles, request: HeadRequest, target: DecoderConfig | None
 ) -> HeadConfig:
-    report.tensors = canonical_eagle_names(files.sources, files.head_dir)
-    if "fc.weight" not in report.tensors:
-        raise CheckpointError(
-            f"{files.head_dir} has no fc.weight, which every EAGLE head has: these are not a "
-            "head's tensors, or not all of them. Copy the head again from its source."
-        )
+    report.tensors = head_tensors(files, "EAGLE")
     config = report.config = parse_eagle(
         files.raw, report.tensors, files.config_path, target, request.layers_to_capture
     )

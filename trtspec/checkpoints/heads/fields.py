@@ -1,4 +1,4 @@
-"""What the configs of several kinds of heads say alike: layers, sizes, flags, names of tensors."""
+"""What several kinds of heads have alike: names of tensors, layers, and fields of configs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,33 @@ from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ..families.llama import SLIDING, windows_by_type
 from ..hf_config import MAX_SIZE, parse_config
-from .records import Sources
+from .records import HeadFiles, Sources
 
 
-def canonical_eagle_names(sources: Sources, where: Path) -> Sources:
-    """Tensors under the names of `Eagle3Head`: no `model.` before, `layers.0.` for `midlayer.`.
+def head_tensors(files: HeadFiles, kind: str) -> Sources:
+    """Returns the tensors of a head: no `model.` before their names, `layers.0.` for `midlayer.`.
+
+    Args:
+        kind: "EAGLE" or "DFlash", for messages.
 
     Raises:
-        CheckpointError: two tensors would have the same name: the files of two heads are mixed.
+        CheckpointError: two would have the same name, or there is no fc.weight.
     """
     renamed: Sources = {}
-    for name, source in sources.items():
+    for name, source in files.sources.items():
         new = re.sub(r"^midlayer\.", "layers.0.", re.sub(r"^model\.", "", name))
         if new in renamed:
             raise CheckpointError(
-                f"{where} holds both {renamed[new].name} and {name}, two names of one tensor: the "
-                "tensors of two heads are mixed. Copy one head again, into an empty directory."
+                f"{files.head_dir} holds both {renamed[new].name} and {name}, two names of one "
+                "tensor: the tensors of two heads are mixed. Copy one head again, into an empty "
+                "directory."
             )
         renamed[new] = source
+    if "fc.weight" not in renamed:
+        raise CheckpointError(
+            f"{files.head_dir} has no fc.weight, which every {kind} head has: these are not a "
+            "head's tensors, or not all of them. Copy the head again from its source."
+        )
     return renamed
 
 
@@ -115,6 +124,24 @@ def layer_ids(value: Any, name: str, where: Path) -> tuple[int, ...]:
             f"{where}: {name}={value!r}; it must be a non-empty list of layer numbers. Correct it."
         )
     return tuple(value)
+
+
+def check_captures(
+    layers: tuple[int, ...], origin: str, target: DecoderConfig | None, argument: str, where: Path
+) -> None:
+    """Raises CheckpointError for a layer to capture that the target has not.
+
+    Args:
+        layers: 0-based. origin: where they come from.
+        argument: the config's field in which a user gives others.
+    """
+    wrong = [i for i in layers if i < 0 or (target is not None and i >= target.num_layers)]
+    if wrong:
+        known = "" if target is None else f" of the target's, 0 … {target.num_layers - 1}"
+        raise CheckpointError(
+            f"{where}: layers to capture {list(layers)} (0-based outputs, from {origin}): "
+            f"{wrong[0]} is no layer{known}. Use the head's own target, or give {argument}."
+        )
 
 
 def speculative_tokens(raw: dict[str, Any], where: Path) -> int | None:
