@@ -140,7 +140,7 @@ class DecodingBaseConfig:
             raise ConfigError(
                 f"{type(self).__name__}.draft_len_schedule={shown(schedule)}: it must be a dict "
                 f"from numbers of requests (>= 1) to draft lengths in 0 … {most}, like "
-                '{4: 4, 8: 2, 32: 1}, "auto" or None.'
+                f'{{4: {min(4, most)}, 8: {min(2, most)}, 32: 1}}, "auto" or None.'
             )
         object.__setattr__(self, "draft_len_schedule", dict(schedule))  # not the caller's
 
@@ -293,7 +293,7 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_path(self, "speculative_model")
+        require_path(self, "speculative_model", "a model's directory or name")
         require_bool(self, "parallel_drafting", or_none=True)
         require_int(self, "draft_tensor_parallel_size", 1, None, or_none=True)
         resolve_lookup(self)
@@ -346,7 +346,7 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.speculative_model is not None or not self.target_may_hold_head:
-            require_path(self, "speculative_model")
+            require_path(self, "speculative_model", "a head's directory or name")
         if self.one_model_field is not None:
             require_bool(self, self.one_model_field)
         self._check_window()
@@ -532,7 +532,7 @@ class MTPDecodingConfig(HeadDecodingConfig):
         if not is_number(self.relaxed_delta) or not 0 <= self.relaxed_delta <= 1:
             raise ConfigError(
                 f"MTPDecodingConfig.relaxed_delta={shown(self.relaxed_delta)} is a difference of "
-                "probabilities: it must be in 0 … 1."
+                "probabilities: it must be a number in 0 … 1."
             )
         relaxes = self.relaxed_topk > 1 and self.relaxed_delta > 0
         if relaxes != self.use_relaxed_acceptance_for_thinking:

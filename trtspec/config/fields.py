@@ -64,13 +64,17 @@ def require_layers(config: object, name: str) -> None:
     object.__setattr__(config, name, tuple(value))
 
 
-def require_path(config: object, name: str) -> None:
-    """Raises ConfigError unless it is a path that is not empty."""
+def require_path(config: object, name: str, what: str = "a directory") -> None:
+    """Raises ConfigError unless it is a path that is not empty.
+
+    Args:
+        what: what the message asks for.
+    """
     value = getattr(config, name)
     if value is None or not str(value).strip():
-        raise ConfigError(f"{_label(config, name)} is required: give a directory.")
+        raise ConfigError(f"{_label(config, name)} is required: give {what}.")
     if not isinstance(value, str | os.PathLike):
-        raise ConfigError(f"{_label(config, name)}={value!r} is not a path.")
+        raise ConfigError(f"{_label(config, name)}={shown(value)} is not a path: give {what}.")
 
 
 def made_of_dict(cls: type[Config], values: Mapping[Any, Any], label: str) -> Config:

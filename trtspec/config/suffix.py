@@ -42,7 +42,9 @@ class SuffixSearchConfig:
         for field, high in (("min_token_prob", 1.0), ("match_decay", 100.0)):
             value = getattr(self, field)
             if not is_number(value) or not 0 <= value <= high:
-                raise ConfigError(f"{name}.{field}={shown(value)}: it must be in 0 … {high:g}.")
+                raise ConfigError(
+                    f"{name}.{field}={shown(value)}: it must be a number in 0 … {high:g}."
+                )
         require_bool(self, "enable_global_pool")
         require_int(self, "global_pool_tokens", 1024, 2**28)
 
