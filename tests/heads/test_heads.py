@@ -374,7 +374,9 @@ def test_heads_that_do_not_fit_what_is_asked(tmp_path: Path, target: Decoder) ->
     for layers in ([], [1, 2, 8], [-1, 2, 3], [1, 2], ["1"], [True]):
         _refused(eagle3, target, "layers", layers_to_capture=layers)
     _refused(eagle1, target, "EAGLE-1 .*does not apply. Leave", layers_to_capture=[1, 2, 3])
-    _refused(eagle3, small, "needs a target of 6 layers; it has 3. Give eagle3_layers")
+    _refused(
+        eagle3, small, "needs a target of 6 layers; it has 3. Give eagle3_layers.*eagle_config"
+    )
     _refused(plain, target, "no MTP layers .*eh_proj.*Use a checkpoint with", kind="mtp")
     _refused(
         eagle3, target, "is an EAGLE head.*EagleDecodingConfig.*--speculative eagle3", kind="mtp"

@@ -214,7 +214,7 @@ def _layers_to_capture(
             raise CheckpointError(
                 f"{where} names no layers to capture, and the default (1, L/2-1, L-4) needs a "
                 f"target of {MIN_LAYERS_FOR_DEFAULT} layers; it has {target.num_layers}. "
-                "Give eagle3_layers_to_capture."
+                f"Give eagle3_layers_to_capture, or write eagle_config.{_IDS} into the file."
             )
     else:
         layers, origin = (), "default (1, L/2-1, L-4 of the target)"
