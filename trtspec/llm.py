@@ -320,10 +320,13 @@ def _params_per_prompt(
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * count
     params = list(sampling_params) if isinstance(sampling_params, list | tuple) else []
-    if len(params) != count or not all(isinstance(p, SamplingParams) for p in params):
+    are_right = all(isinstance(p, SamplingParams) for p in params)
+    if len(params) != count or not are_right:
+        is_list = are_right and bool(params)
+        given = f"{len(params)} SamplingParams" if is_list else shown(sampling_params)
         raise RequestError(
-            f"sampling_params={sampling_params!r} for {count} prompt(s): give one SamplingParams "
-            "for all, or a list with one for each."
+            f"sampling_params: {given} for {count} prompt(s). Give one SamplingParams for all, or "
+            "a list with one for each."
         )
     return params
 

@@ -376,3 +376,15 @@ def test_a_config_keeps_no_schedule_of_the_callers() -> None:
     config = NGramDecodingConfig(draft_len_schedule=schedule)
     schedule[4] = 99
     assert config.draft_len_schedule == {4: 2}
+
+
+def test_what_is_said_of_sampling_params_that_do_not_fit(llm: LLM) -> None:
+    three = [SamplingParams()] * 3
+    with pytest.raises(RequestError, match=r"^sampling_params: 3 SamplingParams for 2 prompt"):
+        llm.generate([[1], [2]], three)
+    assert llm.generate([], []) == []
+    with pytest.raises(RequestError, match=r"sampling_params: \{'n': 1\} for 1 prompt"):
+        llm.generate([1], {"n": 1})  # type: ignore[arg-type]
+    for fields in ({"temperature": "1"}, {"top_p": "1"}):
+        with pytest.raises(RequestError, match="='1' is not allowed: it must be a number in"):
+            SamplingParams(**fields)

@@ -197,6 +197,7 @@ def test_what_is_refused_before_a_model_is_loaded(
     for options, message in (
         (["--port", "70000"], "ServerConfig.port=70000"),
         (["--api-key", " "], "The API key must be"),
+        (["--api-key", ""], "The API key is empty. Give one, or leave it out"),
         (["--host", "300.1.1.1"], "choose another"),
         (["--host", ""], "ServerConfig.host='': it must be an address of this machine"),
         (["--host", " "], "ServerConfig.host=' '"),

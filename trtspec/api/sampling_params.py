@@ -105,9 +105,9 @@ class SamplingParams:
             is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
             "temperature",
             self,
-            f"in 0 … {MAX_TEMPERATURE:g} (0 is greedy)",
+            f"a number in 0 … {MAX_TEMPERATURE:g} (0 is greedy)",
         )
-        _check(is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self, "in (0, 1]")
+        _check(is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self, "a number in (0, 1]")
         _check(
             is_int(self.top_k, 0, MAX_TOP_K),
             "top_k",

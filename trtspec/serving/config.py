@@ -64,8 +64,10 @@ class ServerConfig:
         for name in ("shutdown_timeout", "body_timeout", "header_timeout", "write_timeout"):
             value = getattr(self, name)
             self._check(name, is_number(value) and 0 <= value <= 86400, "seconds in 0 … 86400")
+        if self.api_key == "":
+            raise ConfigError("The API key is empty. Give one, or leave it out to ask for no key.")
         if self.api_key is not None:
-            is_key = isinstance(self.api_key, str) and self.api_key.strip() == self.api_key != ""
+            is_key = isinstance(self.api_key, str) and self.api_key.strip() == self.api_key
             if not is_key or not self.api_key.isascii():  # never shown
                 raise ConfigError("The API key must be ASCII text without spaces around it.")
 
