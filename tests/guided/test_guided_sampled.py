@@ -9,10 +9,17 @@ import pytest
 import torch
 from guided import save_tokenizer, token_texts
 from matrix import spread
+from safetensors.torch import load_file, save_file
 from sampled import config_of, engine, make_models
+from tiny_dflash import dflash_dir
 from torch import Tensor
 
-from trtspec import DraftTargetDecodingConfig, GuidedDecodingParams, SamplingParams
+from trtspec import (
+    DFlashDecodingConfig,
+    DraftTargetDecodingConfig,
+    GuidedDecodingParams,
+    SamplingParams,
+)
 
 PROMPT, TEMPERATURE, LETTERS, COUNT = [5, 17, 33, 88, 41], 5.0, "cdegh", 1000
 
@@ -48,7 +55,7 @@ def joint(folder: Path, letters: list[int]) -> Tensor:
 
 
 @spread(
-    mode=["eagle3", "mtp_eagle", "dflash", "draft_target"],
+    mode=["eagle3", "dflash2", "dflash", "draft_target", "mtp_eagle"],
     rule=["rejection", "block", "exact_match", "strict"],
 )
 def test_distribution_over_allowed_tokens(
@@ -80,6 +87,47 @@ def test_distribution_over_allowed_tokens(
     degrees = torch.tensor(float(used.sum()) - 1, dtype=torch.float64)
     p_value = float(torch.special.gammaincc(degrees / 2, statistic / 2))
     assert p_value > 1e-4, (float(statistic), float(degrees))
+
+
+@pytest.mark.parametrize("count", [3, 16])
+def test_a_path_leads_through_the_best_allowed_tokens(
+    folder: Path, tmp_path: Path, letters: list[int], count: int
+) -> None:
+    """Without a product with the token before, its scores are those of a DFlash head's rows."""
+    path = dflash_dir(tmp_path / "path", block=4, path={"selector_top_k": count})
+    tensors = load_file(path / "model.safetensors")
+    (name,) = (name for name in tensors if "successor_codebook" in name)
+    tensors[name].zero_()
+    save_file(tensors, path / "model.safetensors")
+    guided = GuidedDecodingParams(regex=f"[{LETTERS}]{{20}}")
+    params = SamplingParams(max_tokens=12, temperature=2.0, seed=3, guided_decoding=guided)
+    config = DFlashDecodingConfig(
+        speculative_model=path, acceptance="rejection", target_layer_ids=[0, 1, 2]
+    )
+    compared, differ = 0, False
+    with engine(folder, config, disable_overlap_scheduler=True) as llm:
+        executor, head = llm.executor, llm.executor.draft_model
+        compute, rows = head.compute_logits, list[Tensor]()
+
+        def record(hidden: Tensor, step: int) -> Tensor:
+            rows.append(compute(hidden, step))
+            return rows[-1]
+
+        head.compute_logits = record
+        request = executor.enqueue(PROMPT, params)
+        while executor.has_work:
+            executor.step()
+            memory = executor.worker.draft_memory
+            if not request.is_generation or memory is None:
+                continue
+            expected = torch.full_like(rows[-1], float("-inf"))
+            best = rows[-1][:, letters].topk(min(count, len(letters)))
+            ids = torch.tensor(letters)[best.indices]
+            assert torch.equal(memory.logits[request.slot], expected.scatter(1, ids, best.values))
+            drafts = executor.state.next_tokens[request.slot, 1:].to(torch.int64)
+            assert all(draft in row for draft, row in zip(drafts, ids, strict=True))
+            compared, differ = compared + 1, differ or bool((drafts != ids[:, 0]).any())
+    assert compared > 3 and differ
 
 
 def test_drafts_are_masked(folder: Path) -> None:

@@ -411,8 +411,26 @@ class SpecWorkerBase(Verification, TensorRTLLMNames):
         Args:
             last_positions: [B] int64, of the last accepted tokens. depth: 0 for the first draft.
         """
-        if self._guided is not None:
-            logits = mask_drafts(self._guided, whole(logits), d2t, depth)
+        logits = self.allowed(logits, d2t, depth)
+        return self.propose_allowed(logits, d2t, sampler, last_positions, depth)
+
+    def allowed(
+        self, logits: Tensor | ShardedLogits, d2t: Tensor | None, depth: int
+    ) -> Tensor | ShardedLogits:
+        """Returns logits [B, Vd], -inf where a grammar does not allow the token. Once per depth."""
+        if self._guided is None:
+            return logits
+        return mask_drafts(self._guided, whole(logits), d2t, depth)
+
+    def propose_allowed(
+        self,
+        logits: Tensor | ShardedLogits,
+        d2t: Tensor | None,
+        sampler: DraftSampler | None,
+        last_positions: Tensor,
+        depth: int,
+    ) -> Tensor:
+        """Does what `propose` does with logits that `allowed` has returned."""
         if self.keeps_probabilities:
             self.add_probabilities(best_probabilities(whole(logits)), last_positions.shape[0])
         drafts = self._choose(logits, d2t, sampler, last_positions, depth)

@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..distributed.logits import whole
+from ..distributed.logits import top_tokens, whole
 from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import BlockRows, block_rows, draft_step, gather_rows
@@ -133,31 +133,36 @@ class DFlashWorker(OnePassWorker):
     ) -> Tensor:
         """Walks through the candidates of a DFlash2 head: proposing [P * B, H] -> [B, K].
 
-        What a sampled draft is drawn from has the candidates alone.
+        What a sampled draft is drawn from has the candidates alone. With a grammar they are the
+        best of what it allows.
         """
         selector, sampler = head.candidate_selector, self.draft_sampler(inputs)
         assert selector is not None
         before = rows.tokens[:, 0]
+        batch = before.shape[0]
         logits = head.compute_logits(proposing, 0)
-        candidates = selector.candidates(logits, proposing, before.shape[0])
+        candidates = selector.candidates(logits, proposing, batch)
         proposals: list[Tensor] = []
-        if sampler is None and inputs.spec_metadata.guided is None:
+        is_guided = inputs.spec_metadata.guided is not None
+        if sampler is None and not is_guided:
             if self.keeps_probabilities:
-                self.add_probabilities(best_probabilities(whole(logits)), before.shape[0])
+                self.add_probabilities(best_probabilities(whole(logits)), batch)
             proposals += walk_candidates(candidates, before, selector.books).unbind(0)
-        else:
-            nothing = torch.full(
-                (before.shape[0], logits.shape[1]),
-                float("-inf"),
-                dtype=logits.dtype,
-                device=before.device,
-            )
-            for depth, of_draft in enumerate(zip(*candidates, strict=True)):
-                given = PathCandidates(*of_draft)
-                scores = candidate_scores(given, before, selector.books).to(logits.dtype)
-                drawn_from = nothing.scatter(1, given.ids, scores)
-                before = self.propose(drawn_from, None, sampler, rows.last_positions, depth)
-                proposals.append(before)
+            return self.finish(meta, rows.last_positions, proposals)
+        nothing = torch.full(
+            (batch, logits.shape[1]), float("-inf"), dtype=logits.dtype, device=before.device
+        )
+        of_rows = whole(logits).split(batch) if is_guided else ()
+        for depth, of_draft in enumerate(zip(*candidates, strict=True)):
+            given = PathCandidates(*of_draft)
+            if is_guided:  # what it allows is known once the draft before is taken
+                allowed = self.allowed(of_rows[depth], None, depth)
+                unary, ids = top_tokens(allowed, given.ids.shape[1])
+                given = PathCandidates(ids, unary, given.states)
+            scores = candidate_scores(given, before, selector.books).to(logits.dtype)
+            drawn_from = nothing.scatter(1, given.ids, scores)
+            before = self.propose_allowed(drawn_from, None, sampler, rows.last_positions, depth)
+            proposals.append(before)
         return self.finish(meta, rows.last_positions, proposals)
 
     def rows_of_block(
