@@ -213,7 +213,7 @@ def test_dealing_prompts_out() -> None:
     assert dealt(3, 11, 3) == [[3], [10], [1, 3]]  # one is cut
     assert dealt(25) == [[10], [10], [5]]
     assert dealt(3, 8, most=0) == []  # there is no shape
-    assert dealt(10, 5, most_worth=14) == []
+    assert dealt(10, 5, most_worth=14) == [] and dealt(10, 5, most_worth=15) == [[10], [5]]
     assert dealt(10, most_worth=5) == [[10]]  # asked for
     assert len(dealt(*[10] * 8)) == 8 and dealt(*[10] * 9) == []
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from trtspec.executor import pinned
+from trtspec.executor.host_drafts import draft_on_host
 from trtspec.executor.pinned import Piece, PinnedBuffers
+from trtspec.executor.results import LaunchedStep
 from trtspec.ops.tokens.greedy import Accepted
 
 DEVICE = torch.device("cpu")
@@ -59,3 +64,43 @@ def test_a_buffer_is_not_used_while_a_copy_is_on_its_way() -> None:
     assert buffers.take(1000) is first, "a smaller copy fits"
     buffers.give(first)
     assert len(buffers.take(2 << 20).memory) >= 2 << 20, "a larger one does not"
+
+
+def test_a_step_is_launched_to_its_end_once() -> None:
+    """What a graph left is overwritten by the next one: a second copy would be of other results."""
+    copies: list[Any] = []
+
+    def launch_rest() -> Any:
+        copies.append(object())
+        return copies[-1]
+
+    fields: dict[str, Any] = {name: None for name in LaunchedStep.__match_args__}
+    for name in ("waited", "_results"):
+        del fields[name]
+    launched = LaunchedStep(**fields | {"launch_rest": launch_rest})
+    launched.finish_launch()
+    launched.finish_launch()
+    assert launched.results is copies[0] and launched.results is copies[0]
+    assert len(copies) == 1 and launched.launch_rest is None
+
+
+def test_a_python_drafter_is_asked_of_requests_that_go_on() -> None:
+    """One has ended, one may not draft, and the drafter ends another two while it is asked."""
+    requests: list[Any] = [
+        SimpleNamespace(request_id=i, is_finished=i == 1, num_drafts=2 * (i != 2), token_ids=[i],
+                        slot=10 + i)
+        for i in range(6)
+    ]  # fmt: skip
+    asked: list[tuple[int, list[int], int]] = []
+
+    class Ending:
+        def draft(self, request_id: int, token_ids: Any, max_draft_len: int) -> list[int]:
+            asked.append((request_id, token_ids, max_draft_len))
+            if request_id == 3:
+                requests[3].is_finished = requests[4].is_finished = True
+            return [7, 8]
+
+    book: Any = None  # nothing fails
+    drafts = draft_on_host(Ending(), requests, 9, book)
+    assert asked == [(0, [0], 2), (3, [3], 2), (5, [5], 2)]
+    assert drafts == {10: [7, 8], 15: [7, 8]}

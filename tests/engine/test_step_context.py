@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import torch
 from trtspec import MTPDecodingConfig, NGramDecodingConfig, SpecMetadata
 from trtspec.errors import ConfigError
 from trtspec.metadata.accepted_path import AcceptedPath
-from trtspec.metadata.sampling import SamplingMetadata
-from trtspec.metadata.step import StepContext, StepSizes, batch_shape
+from trtspec.metadata.attention import AttentionMetadata
+from trtspec.metadata.sampling import RequestSampling, SamplingMetadata, request_sampling_params
+from trtspec.metadata.spec import CapturedHiddenStates
+from trtspec.metadata.step import StepContext, StepSizes, batch_shape, next_positions
 from trtspec.ops.step.rows import shift_for_drafting
 from trtspec.workers import MTPEagleWorker, NGramWorker
 
@@ -79,11 +82,102 @@ def test_more_generations_than_requests_are_refused() -> None:
         batch_shape(None, _spec(num_generations=3, request_ids=[0, 1]))
 
 
-def test_a_sample_inside_the_prompt_is_no_text() -> None:
-    step = _step(
-        _spec(next_prompt_tokens=torch.tensor([7, -1], dtype=torch.int32)), StepSizes(2, 1, 3)
-    )
+@pytest.mark.parametrize("following", [7, 0])
+def test_a_sample_inside_the_prompt_is_no_text(following: int) -> None:
+    given = torch.tensor([following, -1], dtype=torch.int32)
+    step = _step(_spec(next_prompt_tokens=given), StepSizes(2, 1, 3))
     assert step.output_lens(torch.tensor([1, 1, 4])).tolist() == [0, 1, 4]
+    accepted = torch.tensor([[9, -1], [8, -1], [5, 6]])
+    NGramWorker(NGramDecodingConfig(max_draft_len=1)).put_known_tokens(
+        accepted, 2, _spec(next_prompt_tokens=given)
+    )
+    assert accepted.tolist() == [[following, -1], [8, -1], [5, 6]]
+
+
+CONTEXTS, GENERATIONS = [[0, 1, 2], [5]], [[4, 5, 6], [9, 10, 11]]
+
+
+@pytest.mark.parametrize(
+    ("contexts", "generations"),
+    [([], GENERATIONS), (CONTEXTS[:1], []), (CONTEXTS, []), (CONTEXTS, GENERATIONS)],
+)
+@pytest.mark.parametrize("known", ["metadata", "seq_lens", "gather_ids"])
+@pytest.mark.parametrize("axes", [0, 1, 3])
+def test_each_row_of_logits_chooses_the_next_position(
+    contexts: list[list[int]], generations: list[list[int]], known: str, axes: int
+) -> None:
+    """By lists: a context's last row, and all of a generation's."""
+    requests = [*contexts, *generations]
+    flat = [position for rows in requests for position in rows]
+    last = [sum(map(len, contexts[: i + 1])) - 1 for i in range(len(contexts))]
+    with_logits = last + list(range(sum(map(len, contexts)), len(flat)))
+    expected = [flat[i] + 1 for i in with_logits]
+    positions = torch.tensor(flat, dtype=torch.int64)
+    meta, fields = None, dict[str, Any]()
+    if known == "metadata":
+        meta = AttentionMetadata(
+            context_lens=tuple(map(len, contexts)), num_generations=len(generations),
+            rows_per_generation=3, position_ids=positions,
+            kv_lens=torch.tensor([rows[-1] + 1 for rows in requests], dtype=torch.int32),
+            max_kv_len=12, kv_groups=(), block_tables=(), slot_mappings=(), max_seq_len=32,
+        )  # fmt: skip
+    elif known == "seq_lens":
+        fields["seq_lens"] = [len(rows) for rows in requests]
+    else:
+        fields["gather_ids"] = torch.tensor(with_logits, dtype=torch.int64)
+    spec = _spec(
+        request_ids=list(range(len(requests))), num_generations=len(generations),
+        allow_advanced_sampling=True, device="cpu", **fields,
+    )  # fmt: skip
+    # Of three axes the first counts.
+    given = torch.stack([positions, positions + 50, positions + 90])[:axes] if axes else positions
+    found = next_positions(given, meta, spec)
+    assert found is not None and found.tolist() == expected
+
+
+def test_next_positions_without_lengths() -> None:
+    """Of one request they are known. Of several nothing says where a context ends."""
+    one = _spec(request_ids=[0], allow_advanced_sampling=True)
+    two = _spec(request_ids=[0, 1], allow_advanced_sampling=True)
+    found = next_positions(torch.tensor([4, 5, 6]), None, one)
+    assert found is not None and found.tolist() == [7]
+    assert next_positions(torch.tensor([4, 5, 6]), None, two) is None
+    assert next_positions(torch.tensor([4]), None, _spec(request_ids=[0])) is None
+
+
+def test_captured_layers_are_copied_in_their_order() -> None:
+    buffer = torch.full((4, 4), -1.0)
+    spec = _spec(captured=CapturedHiddenStates((2, 0), buffer))
+    outputs = torch.arange(12.0).view(3, 2, 2)  # of three layers, two rows
+    for layer, residual in ((0, None), (1, None), (2, torch.full((2, 2), 0.5))):
+        assert spec.is_layer_capture(layer) == (layer != 1)
+        spec.maybe_capture_hidden_states(layer, outputs[layer], residual)
+    assert buffer.tolist() == [[8.5, 9.5, 0, 1], [10.5, 11.5, 2, 3], [-1.0] * 4, [-1.0] * 4]
+    assert outputs.tolist() == torch.arange(12.0).view(3, 2, 2).tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, RequestSampling()),
+        ({"top_k": 1, "temperature": 0.8, "top_p": 0.5}, RequestSampling()),
+        ({"temperature": 0.8, "top_p": 0.0}, RequestSampling()),
+        ({"temperature": 0.0, "top_k": 5}, RequestSampling()),
+        ({"top_p": 0.5}, RequestSampling(1.0, 0, 0.5)),
+        ({"top_k": 2}, RequestSampling(1.0, 2, 1.0)),
+        ({"top_p": 1.0}, RequestSampling()),
+        ({"temperature": 0.8, "top_k": 2**31 - 1}, RequestSampling(0.8, 0, 1.0)),
+        ({"temperature": 0.8, "seed": 5}, RequestSampling(0.8, 0, 1.0, 5)),
+        ({"temperature": 0.8, "random_seed": 6}, RequestSampling(0.8, 0, 1.0, 6)),
+    ],
+)
+def test_parameters_of_a_foreign_request(
+    config: dict[str, float], expected: RequestSampling
+) -> None:
+    """As TensorRT-LLM has them: alone in lists, greedy if temperature 0, top_k 1 or no filter."""
+    for values in (config, {name: [value] for name, value in config.items()}):
+        request = SimpleNamespace(sampling_config=SimpleNamespace(**values))
+        assert request_sampling_params(request) == expected
 
 
 def test_rows_of_parameters_are_drawn_once_in_a_step() -> None:

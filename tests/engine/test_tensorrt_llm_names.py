@@ -379,7 +379,10 @@ def test_a_worker_that_writes_nothing_is_refused() -> None:
 
 
 class ByHand(NGramWorker):
-    """Builds the next step's input and fills `no_drafts` by itself, with room for all drafts."""
+    """Builds the next step's input and fills `no_drafts` by itself, with room for all drafts.
+
+    It puts another token in place of its first draft.
+    """
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         add_accepted(inputs)
@@ -390,7 +393,7 @@ class ByHand(NGramWorker):
     def build_next_new_tokens(self, accepted: Tensor, lens: Tensor, drafts: Tensor) -> Tensor:
         assert drafts.shape[1] == self.max_draft_len
         last = accepted.gather(1, (lens[:, None] - 1).long())
-        return torch.cat([last, drafts], dim=1).to(torch.int32)
+        return torch.cat([last, drafts.masked_fill(drafts == 7, 8)], dim=1).to(torch.int32)
 
 
 @pytest.mark.parametrize("draft_len", [3, 1, 0])
@@ -403,6 +406,6 @@ def test_overrides_see_all_drafts_where_fewer_are_proposed(tmp_path: Path, draft
     request = llm.executor.enqueue([5, 6, 5, 6], SamplingParams(max_tokens=8, ignore_eos=True))
     llm.executor.step()
     left = llm.executor.state.next_tokens[request.slot, 1:].tolist()
-    assert left == {3: [7, -1, 9], 1: [7, -1, -1], 0: [-1, -1, -1]}[draft_len]
+    assert left == {3: [8, -1, 9], 1: [8, -1, -1], 0: [-1, -1, -1]}[draft_len]
     llm.executor.run_until_done()
     assert request.output_token_ids == Oracle(target).extend([5, 6, 5, 6], 8)
