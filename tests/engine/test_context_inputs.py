@@ -55,6 +55,7 @@ class Uncaptured:
 
     def __init__(self, executor: PyExecutor, tokens: Sequence[int]):
         self.executor, self.passes, self.most_worth = executor, 0, 1000
+        self.num_sent_again = 0
         config = executor.config
         self.shapes = [
             ContextInputs(
@@ -70,7 +71,8 @@ class Uncaptured:
         return None  # generations by themselves, eagerly
 
     def send_again(self) -> None:
-        """Everything is sent every time."""
+        """Everything is sent every time: it counts that it was asked."""
+        self.num_sent_again += 1
 
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
         return next((shape for shape in self.shapes if shape.holds(chunks)), None)
@@ -281,8 +283,10 @@ def test_a_failed_pass_over_prompts_loses_no_step_of_the_others(
 
     works, graphs.run_contexts = graphs.run_contexts, fail  # type: ignore[method-assign]
     second = executor.enqueue(prompts[1], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert graphs.num_sent_again == 0
     with pytest.raises(ConfigError, match="no memory"):
         executor.step()
+    assert graphs.num_sent_again == 1, "nobody knows what the device has"
     graphs.run_contexts = works  # type: ignore[method-assign]
     executor.run_until_done()
     oracle = Oracle(target_dir)
