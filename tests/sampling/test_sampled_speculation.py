@@ -253,13 +253,13 @@ def test_a_path_that_is_not_drawn_as_remembered_is_noticed(
     folder: Path, probabilities: list[Tensor], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best candidate stands in the place of the one that was drawn."""
-    real = DFlashWorker.propose
+    real = DFlashWorker.propose_allowed
 
     def best(self: DFlashWorker, logits: Tensor, *others: Any) -> Tensor:
         real(self, logits, *others)
         return logits.argmax(-1).to(torch.int32)
 
-    monkeypatch.setattr(DFlashWorker, "propose", best)
+    monkeypatch.setattr(DFlashWorker, "propose_allowed", best)
     config = config_of(folder, "dflash2", rule)
     assert min(_p_values_of(folder, probabilities, config, count=NOTICED)) < CHANCE / 10
 
