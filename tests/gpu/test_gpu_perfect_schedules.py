@@ -1,4 +1,7 @@
-"""The same on CUDA, with and without graphs. In bfloat16 the kernels of `csrc` serve."""
+"""The same on CUDA, with and without graphs.
+
+In bfloat16 `csrc` serves attention where pages are multiples of 16 keys, else Triton does.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ PERIOD, THETA, PEAK = 8, 10000.0, 20.0
 class PerfectBlocks:
     """Targets and block heads over `tokens` tokens, the last of which is the mask.
 
-    Attention has one head, as wide. With 64 tokens and bf16 the CUDA kernels of `csrc` serve it.
+    Attention has one head, as wide. `csrc` serves it with 64 tokens, bf16 and pages of 16 keys.
     """
 
     def __init__(self, tokens: int = 32):

@@ -83,7 +83,7 @@ def made_of_dict(cls: type[Config], values: Mapping[Any, Any], label: str) -> Co
     Args:
         label: what the message says has no such field.
     """
-    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]  # a dataclass
     unknown = sorted(map(str, set(values) - known))
     if unknown:
         raise ConfigError(
