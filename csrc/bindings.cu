@@ -54,6 +54,7 @@ void by_half_type(const TensorView& x, Run run) {
 void run_fp8(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
   check(p.rows <= trtspec::kMaxFp8Rows && p.k % 64 == 0, "FP8: at most 8 rows, inputs by 64");
   check(x.dtype().code == kDLBfloat && p.x1 == nullptr, "FP8 weights are for one bfloat16 input");
+  check(p.norm0 == nullptr || p.offset == 0.0f, "FP8: a norm's weights are taken as they are");
   check(p.groups == 1 || p.group % 64 == 0, "groups must be multiples of 64");
   check(p.groups == 1 ? trtspec::launch_fp8_linear<false>(epilogue, p, stream_of(x))
                       : trtspec::launch_fp8_linear<true>(epilogue, p, stream_of(x)));
@@ -72,8 +73,8 @@ void run(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
 
 LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,
                     const Optional<TensorView>& norm0, const Optional<TensorView>& norm1,
-                    double eps, const TensorView& weight, const Optional<TensorView>& scales,
-                    int64_t group, const Optional<TensorView>& bias, const TensorView& out) {
+                    double eps, double offset, const TensorView& weight,
+                    const Optional<TensorView>& scales, int64_t group, const Optional<TensorView>& bias, const TensorView& out) {
   LinearParams p = {};
   p.x0 = x0.data_ptr(), p.x0_stride = x0.stride(0);
   p.k_split = static_cast<int>(x0.size(1));
@@ -84,6 +85,7 @@ LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,
     check(x1.value().size(0) == x0.size(0), "both inputs need the same rows");
   }
   p.norm0 = data(norm0), p.norm1 = data(norm1), p.eps = static_cast<float>(eps);
+  p.offset = static_cast<float>(offset);
   p.weight = weight.data_ptr(), p.bias = data(bias);
   p.rows = static_cast<int>(x0.size(0)), p.n = static_cast<int>(weight.size(0));
   check(weight.size(1) == p.k, "the weight's columns must be the inputs'");
@@ -100,10 +102,10 @@ LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,
 }
 
 void linear(TensorView x0, Optional<TensorView> x1, Optional<TensorView> norm0,
-            Optional<TensorView> norm1, double eps, TensorView weight,
+            Optional<TensorView> norm1, double eps, double offset, TensorView weight,
             Optional<TensorView> scales, int64_t group, Optional<TensorView> bias,
             Optional<TensorView> residual, TensorView out, Optional<TensorView> copy) {
-  LinearParams p = inputs(x0, x1, norm0, norm1, eps, weight, scales, group, bias, out);
+  LinearParams p = inputs(x0, x1, norm0, norm1, eps, offset, weight, scales, group, bias, out);
   if (residual.has_value()) {
     check(!norm0.has_value(), "a residual and a norm in one product are not there");
     p.residual = residual.value().data_ptr(), p.residual_stride = residual.value().stride(0);
@@ -116,19 +118,21 @@ void linear(TensorView x0, Optional<TensorView> x1, Optional<TensorView> norm0,
   run(residual.has_value() ? Epilogue::kResidual : Epilogue::kPlain, p, x0);
 }
 
-void linear_swiglu(TensorView x, Optional<TensorView> norm, double eps, TensorView weight,
-                   Optional<TensorView> scales, int64_t group, Optional<TensorView> bias,
-                   TensorView out) {
-  run(Epilogue::kSwiGLU, inputs(x, {}, norm, {}, eps, weight, scales, group, bias, out), x);
+void linear_gated(TensorView x, Optional<TensorView> norm, double eps, double offset,
+                  TensorView weight, Optional<TensorView> scales, int64_t group,
+                  Optional<TensorView> bias, bool is_gelu, TensorView out) {
+  LinearParams p = inputs(x, {}, norm, {}, eps, offset, weight, scales, group, bias, out);
+  p.is_gelu = is_gelu;
+  run(Epilogue::kGated, p, x);
 }
 
 void linear_rope(TensorView x0, Optional<TensorView> x1, Optional<TensorView> norm0,
-                 Optional<TensorView> norm1, double eps, TensorView weight,
+                 Optional<TensorView> norm1, double eps, double offset, TensorView weight,
                  Optional<TensorView> scales, int64_t group, Optional<TensorView> bias,
                  TensorView cos_sin, TensorView positions, TensorView slots, int64_t scratch_slot,
                  TensorView k_cache, TensorView v_cache, int64_t q_heads, bool keeps_finite,
                  TensorView out) {
-  LinearParams p = inputs(x0, x1, norm0, norm1, eps, weight, scales, group, bias, out);
+  LinearParams p = inputs(x0, x1, norm0, norm1, eps, offset, weight, scales, group, bias, out);
   p.cos_sin = static_cast<const float*>(cos_sin.data_ptr());
   p.positions = static_cast<const int64_t*>(positions.data_ptr());
   p.slots = static_cast<const int64_t*>(slots.data_ptr());
@@ -396,7 +400,7 @@ void update_window(TensorView hidden, TensorView ids, TensorView last, TensorVie
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, linear);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_swiglu, linear_swiglu);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_gated, linear_gated);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_rope, linear_rope);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce, all_reduce);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_gather, all_gather);

@@ -46,9 +46,9 @@ cudaError_t launch_fp8_linear(Epilogue epilogue, const LinearParams& p, cudaStre
     case Epilogue::kPlain:
       return norm ? launch_fp8<kGroups, Epilogue::kPlain, true>(p, stream)
                   : launch_fp8<kGroups, Epilogue::kPlain, false>(p, stream);
-    case Epilogue::kSwiGLU:
-      return norm ? launch_fp8<kGroups, Epilogue::kSwiGLU, true>(p, stream)
-                  : launch_fp8<kGroups, Epilogue::kSwiGLU, false>(p, stream);
+    case Epilogue::kGated:
+      return norm ? launch_fp8<kGroups, Epilogue::kGated, true>(p, stream)
+                  : launch_fp8<kGroups, Epilogue::kGated, false>(p, stream);
     case Epilogue::kRope:
       return norm ? launch_fp8<kGroups, Epilogue::kRope, true>(p, stream)
                   : launch_fp8<kGroups, Epilogue::kRope, false>(p, stream);

@@ -17,6 +17,7 @@ constexpr int kMaxStreamRows = 16, kMaxRowsOfOneTile = 4;
 // Tiles of a block from which rows without a norm rest in shared memory, of few rows and of more.
 constexpr int kTurnsOfFew = 8, kTurnsOfMore = 4;
 constexpr int64_t kLargeWeight = 4 << 20;    // values; from here on bandwidth counts, not latency
+constexpr int64_t kLargeNarrow = 9'000'000;  // of a weight with at most kMaxNarrow columns
 // Bytes of normed x in shared memory, and of more than 8 rows.
 constexpr int kMaxResident = 104 << 10, kMaxResidentOfMany = 140 << 10;
 constexpr int kMaxSkinnyRows = 32;
@@ -74,7 +75,7 @@ cudaError_t launch_stream(const LinearParams& p, cudaStream_t stream) {
     }
   }
   if (p.rows > 8) return launch_stream_of<T, E, kNorm, 1, 2, kDepthOfMany>(p, stream);
-  if constexpr (kNorm && E != Epilogue::kSwiGLU) {
+  if constexpr (kNorm && E != Epilogue::kGated) {
     if (p.x1 != nullptr) return launch_stream_of<T, E, 2, 1, 1, kDepth>(p, stream);
   }
   return launch_stream_of<T, E, kNorm, 1, 1, kDepth>(p, stream);
@@ -106,7 +107,7 @@ cudaError_t launch_tile(const LinearParams& p, cudaStream_t stream) {
 
 template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
-  if constexpr (kNorm && E != Epilogue::kSwiGLU) {
+  if constexpr (kNorm && E != Epilogue::kGated) {
     if (p.x1 != nullptr) {
       if (p.rows <= kMaxFewRows) return launch_tile<T, E, 2, 1, 16, 9>(p, stream);
       if (p.rows <= kMaxMoreRows) return launch_tile<T, E, 2, 1, 32, 9>(p, stream);
@@ -128,8 +129,9 @@ cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
 template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   const int64_t values = static_cast<int64_t>(p.n) * p.k;
-  const bool takes_inputs = p.x1 == nullptr || (kNorm && E != Epilogue::kSwiGLU);
-  const bool is_tiled = takes_inputs && p.n % kTile == 0 && values < kLargeWeight;
+  const bool takes_inputs = p.x1 == nullptr || (kNorm && E != Epilogue::kGated);
+  const int64_t large = p.k <= kMaxNarrow ? kLargeNarrow : kLargeWeight;
+  const bool is_tiled = takes_inputs && p.n % kTile == 0 && values < large;
   if (is_tiled && p.k <= kMaxTileColumns) return launch_tiles<T, E, kNorm>(p, stream);
   if (p.rows > kMaxSkinnyRows) return cudaErrorInvalidValue;
   const bool fits = !kNorm || resident_fits(p);
@@ -164,7 +166,7 @@ template <typename T>
 cudaError_t launch_linear(Epilogue epilogue, const LinearParams& p, cudaStream_t stream) {
   switch (epilogue) {
     case Epilogue::kPlain: return launch_normed<T, Epilogue::kPlain>(p, stream);
-    case Epilogue::kSwiGLU: return launch_normed<T, Epilogue::kSwiGLU>(p, stream);
+    case Epilogue::kGated: return launch_normed<T, Epilogue::kGated>(p, stream);
     case Epilogue::kRope: return launch_normed<T, Epilogue::kRope>(p, stream);
     case Epilogue::kResidual: return launch_columns<T, Epilogue::kResidual, false>(p, stream);
   }

@@ -84,7 +84,7 @@ def test_swiglu(group: int | None, size: tuple[int, int], served: list[str]) -> 
         x = _random(rows, size[0])
         gate, up = _product(_taken(x, layer, norm), layer).chunk(2, dim=-1)
         _close(fused.swiglu(x, layer, norm), F.silu(gate) * up)
-    assert served == ["linear_swiglu"] * 3
+    assert served == ["linear_gated"] * 3
 
 
 @pytest.mark.parametrize("group", [None, 128])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 SIZES = [
     (64, 24), (576, 960), (576, 976), (384, 2064), (1536, 576), (96, 40), (2560, 960), (2592, 528),
     (4096, 1040), (2048, 4098), (14336, 512), (576, 7300), (1024, 4104), (32, 131_080),
+    (1024, 4096), (896, 9728),
 ]  # fmt: skip
 ROWS = [1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 130, 256, 257]
 
@@ -56,20 +58,13 @@ def _norm(size: int, dtype: torch.dtype, seed: int = 3) -> RMSNorm:
     return norm
 
 
-def test_norms_with_an_offset_are_not_fused() -> None:
-    x, layer, norm = _random(2, 64), _linear(64, 32, torch.bfloat16), _norm(64, torch.bfloat16)
-    assert fused._kernels((x,), layer, (norm,)) is not None
-    norm.offset = 1.0
-    assert fused._kernels((x,), layer, (norm,)) is None
-    torch.testing.assert_close(fused.linear((x,), layer, (norm,)), layer(norm(x)))
-
-
 def _exact(x: Tensor, norm: RMSNorm | None = None) -> Tensor:
     """float64, normed."""
     x = x.double()
     if norm is None:
         return x
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    return x * scale * (norm.weight.double() + norm.offset)
 
 
 def _product(x: Tensor, layer: Linear) -> Tensor:
@@ -129,6 +124,21 @@ def test_linear(dtype: torch.dtype, size: tuple[int, int], served: list[str]) ->
     )
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_norms_with_an_offset(size: tuple[int, int], served: list[str]) -> None:
+    """Gemma's: their weights are differences from one."""
+    layer, norm = _linear(*size, torch.bfloat16), _norm(size[0], torch.bfloat16)
+    norm.weight.data -= 1
+    norm.offset = 1.0
+    other = _norm(size[0], torch.bfloat16)
+    counts = [rows for rows in ROWS if rows <= _most_rows(size, True)]
+    for rows in counts:
+        x = _random(rows, size[0])
+        _close(fused.linear((x,), layer, (norm,)), _product(_exact(x, norm), layer))
+    assert served == ["linear"] * len(counts)
+    assert fused._kernels((x, x), layer, (norm, other)) is None  # of two with one offset
+
+
 @pytest.mark.parametrize(
     ("size", "rows"),
     [((1536, 576), 4), ((1536, 576), 100), ((2592, 528), 20), ((96, 40), 5), ((4096, 1040), 3)],
@@ -151,12 +161,15 @@ def test_a_sum_is_written_twice(size: tuple[int, int], rows: int, served: list[s
 def _most_rows(size: tuple[int, int], normed: bool, inputs: int = 1) -> int:
     """As far as the kernels are used for weights of (in, out)."""
     values = size[0] * size[1]
-    if values >= fused.LARGE:
+    is_tiled = size[1] % 16 == 0 and (inputs == 1 or normed)
+    is_narrow = is_tiled and size[0] <= fused.NARROW
+    if values >= (fused.LARGE_NARROW if is_narrow else fused.LARGE):
         is_deep = size[0] >= 2048 and inputs == 1
         few, many = ((n << 10) // (2 * size[0] + 64) if normed else 16 for n in (104, 140))
         return min(16, many) if is_deep and many > 8 else min(8, few)
     most = fused.MAX_TILED_NORMED_PRODUCTS if normed else fused.MAX_TILED_PRODUCTS
-    return max(32, min(256, most // values)) if size[1] % 16 == 0 else 32
+    few = 32 if values < fused.LARGE else 16
+    return max(few, min(256, most // values)) if size[1] % 16 == 0 else few
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -190,17 +203,24 @@ def test_a_row_of_two_inputs_does_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(64, 32), (64, 48), (576, 3072), (2560, 1024), (2048, 4096)])
+@pytest.mark.parametrize(
+    "size", [(64, 32), (64, 48), (576, 3072), (2560, 1024), (2048, 4096), (1024, 6144)]
+)
 @pytest.mark.parametrize("bias", [False, True])
-def test_swiglu(dtype: torch.dtype, size: tuple[int, int], bias: bool, served: list[str]) -> None:
+@pytest.mark.parametrize("is_gelu", [False, True])
+def test_gated(
+    dtype: torch.dtype, size: tuple[int, int], bias: bool, is_gelu: bool, served: list[str]
+) -> None:
     layer, norm = _linear(*size, dtype, bias), _norm(size[0], dtype)
+    gelu = partial(F.gelu, approximate="tanh")
+    gated, activation = (fused.geglu, gelu) if is_gelu else (fused.swiglu, F.silu)
     most = _most_rows(size, True)
     counts = [rows for rows in (1, 5, 8, 20, 40, 80, 90) if rows <= most]
     for rows in counts:
         x = _random(rows, size[0], dtype=dtype)
         gate, up = _product(_exact(x, norm), layer).chunk(2, dim=-1)
-        _close(fused.swiglu(x, layer, norm), F.silu(gate) * up)
-    assert served == (["linear_swiglu"] * len(counts) if dtype == torch.bfloat16 else [])
+        _close(gated(x, layer, norm), activation(gate) * up)
+    assert served == (["linear_gated"] * len(counts) if dtype == torch.bfloat16 else [])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -247,7 +267,8 @@ def test_rope_and_cache(
 
 
 @pytest.mark.parametrize(
-    "size", [(576, 960), (384, 2064), (576, 49152), (4096, 2048), (1536, 576), (2592, 528)]
+    "size",
+    [(576, 960), (384, 2064), (576, 49152), (4096, 2048), (1536, 576), (2592, 528), (1024, 6144)],
 )
 def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
     """What makes bf16 text with speculation that without it, up to attention."""

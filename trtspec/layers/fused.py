@@ -8,7 +8,7 @@ it is the operations one after the other (`ops/layer/`). A decoder layer is four
                    │                    attention
                    └─── + ◀── o_proj ◀──────┘                                 linear, residual
                         │
-                        ├─▶ norm ▸ gate_up_proj ▸ silu(gate) * up             swiglu
+                        ├─▶ norm ▸ gate_up_proj ▸ silu(gate) * up             swiglu, geglu
                         └─── + ◀── down_proj ◀──┘                             linear, residual
 
 So the pieces of a decoder do not call their norms and do not add. The contract is:
@@ -45,8 +45,11 @@ Norms = tuple[RMSNorm, ...]
 
 LARGE, MAX_ROWS_OF_LARGE = 4 << 20, 8
 """Weights of this many values are read by other kernels than smaller ones, for fewer rows."""
+NARROW, LARGE_NARROW = 1024, 9_000_000
+"""Of weights with at most `NARROW` columns and a multiple of `TILE` outputs, this many values."""
 MAX_ROWS_OF_DEEP, DEEP = 16, 2048
-"""More rows of such a weight with this many columns, of one input."""
+"""More rows of such a weight with this many columns, of one input; and of a narrow one of `LARGE`
+values."""
 MAX_ROWS, MAX_TILED_ROWS = 32, 256
 """The most rows for small weights. It is `MAX_TILED_ROWS` where outputs are a multiple of `TILE`.
 Two inputs then need norms."""
@@ -202,17 +205,23 @@ def swiglu_mlp(
 
 def swiglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
     """Returns silu(gate) * up, [T, I], where layer(norm(x)) is gate and up."""
-    kernels = _kernels((x,), layer, (norm,))
-    if kernels is None or layer.out_features % 16:
-        return silu_and_mul(linear((x,), layer, (norm,)))
-    out = x.new_empty(x.shape[0], layer.out_features // 2)
-    kernels.linear_swiglu(x, norm.weight, norm.eps, *_weight(layer), out)
-    return out
+    return _gated(x, layer, norm, is_gelu=False)
 
 
 def geglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
     """Returns gelu(gate) * up, [T, I], where layer(norm(x)) is gate and up."""
-    return gelu_tanh_and_mul(linear((x,), layer, (norm,)))
+    return _gated(x, layer, norm, is_gelu=True)
+
+
+def _gated(x: Tensor, layer: Linear, norm: RMSNorm, is_gelu: bool) -> Tensor:
+    kernels = _kernels((x,), layer, (norm,))
+    is_served = not is_gelu or layer.fp8 is None  # gelu of FP8 products was not measured
+    if kernels is None or layer.out_features % 16 or not is_served:
+        gate_up = linear((x,), layer, (norm,))
+        return gelu_tanh_and_mul(gate_up) if is_gelu else silu_and_mul(gate_up)
+    out = x.new_empty(x.shape[0], layer.out_features // 2)
+    kernels.linear_gated(x, norm.weight, norm.eps, norm.offset, *_weight(layer), is_gelu, out)
+    return out
 
 
 def clamped_swiglu(x: Tensor, layer: Linear, norm: RMSNorm, limit: float) -> Tensor:
@@ -277,14 +286,14 @@ def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
         return None
     if x.dtype != torch.bfloat16 and (x.dtype != torch.float16 or norms):
         return None  # x times a norm's weight may leave fp16's range before it is scaled
-    if any(norm.offset for norm in norms):
-        return None  # the kernels multiply by the weight as it is
+    if len({norm.offset for norm in norms}) > 1:
+        return None
     weight = layer.weight
     if _wants_gradient(layer, norms, *inputs):
         return None  # the kernels have no derivative
     tensors = [*(norm.weight for norm in norms), *([] if layer.bias is None else [layer.bias])]
     if layer.fp8 is not None:
-        if not _reads_fp8(layer, inputs):
+        if not _reads_fp8(layer, inputs) or any(norm.offset for norm in norms):
             return None
     elif _reads_floats(weight, inputs, bool(norms)):
         tensors.append(weight)
@@ -297,17 +306,18 @@ def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
 
 def _reads_floats(weight: Tensor, inputs: Inputs, has_norms: bool) -> bool:
     """Whether a kernel for weights in 16 bits takes these rows, and is the fastest."""
-    rows, (outs, columns) = inputs[0].shape[0], weight.shape
-    if weight.numel() >= LARGE:
+    rows, (outs, columns), values = inputs[0].shape[0], weight.shape, weight.numel()
+    takes_inputs = len(inputs) == 1 or has_norms
+    is_tiled = takes_inputs and outs % TILE == 0 and columns <= MAX_TILED_COLUMNS
+    if values >= (LARGE_NARROW if is_tiled and columns <= NARROW else LARGE):
         is_few = rows <= MAX_ROWS_OF_LARGE
         is_deep = rows <= MAX_ROWS_OF_DEEP and columns >= DEEP and len(inputs) == 1
         most_bytes = MAX_NORMED_BYTES if is_few else MAX_NORMED_BYTES_OF_DEEP
         fits = not has_norms or rows * (2 * columns + 64) <= most_bytes
         return (is_few or is_deep) and fits
     most = MAX_TILED_NORMED_PRODUCTS if has_norms else MAX_TILED_PRODUCTS
-    takes_inputs = len(inputs) == 1 or has_norms
-    is_tiled = takes_inputs and outs % TILE == 0 and columns <= MAX_TILED_COLUMNS
-    return rows <= MAX_ROWS or (is_tiled and rows * weight.numel() <= most)
+    is_few = rows <= (MAX_ROWS if values < LARGE else MAX_ROWS_OF_DEEP)
+    return is_few or (is_tiled and rows * values <= most)
 
 
 def _reads_fp8(layer: Linear, inputs: Inputs) -> bool:
@@ -355,10 +365,11 @@ def _takes_pairs(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _arguments(inputs: Inputs, norms: Norms, layer: Linear) -> tuple[Tensor | float | None, ...]:
-    """Returns x0, x1, norm0, norm1, eps and the weight as the kernels take them."""
+    """Returns x0, x1, norm0, norm1, eps, offset and the weight as the kernels take them."""
     x = (*inputs, None)[:2]
     weights = (*(norm.weight for norm in norms), None, None)[:2]
-    return (*x, *weights, norms[0].eps if norms else 0.0, *_weight(layer))
+    numbers = (norms[0].eps, norms[0].offset) if norms else (0.0, 0.0)
+    return (*x, *weights, *numbers, *_weight(layer))
 
 
 def _weight(layer: Linear) -> tuple[Tensor | int | None, ...]:

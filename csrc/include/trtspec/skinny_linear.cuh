@@ -1,5 +1,5 @@
 // y = x W^T for few rows of x: bound by reading W once. What stands before and after the product in
-// a decoder layer is done in the same kernel: RMSNorm of x before it; bias, residual, SwiGLU or
+// a decoder layer is done in the same kernel: RMSNorm of x before it; bias, residual, SwiGLU, GeGLU or
 // RoPE with the write into the KV cache after it.
 //
 // One block makes 16 outputs of every row. Its warps divide K among them. A warp multiplies with
@@ -14,7 +14,7 @@
 
 namespace trtspec {
 
-enum class Epilogue { kPlain, kResidual, kSwiGLU, kRope };
+enum class Epilogue { kPlain, kResidual, kGated, kRope };
 
 struct LinearParams {
   // x [rows, k]: columns 0 … k_split-1 from x0, the rest from x1. Strides in elements.
@@ -25,17 +25,19 @@ struct LinearParams {
   const void* norm0;  // [k_split] RMSNorm weights, null: no norm
   const void* norm1;  // [k - k_split]
   float eps;
+  float offset;        // added to the norms' weights
   const void* weight;  // [n, k]
   const float* scales;  // [n, groups] of FP8 codes, null: of no others
   int group, groups;    // columns that share a scale; scales of a row
   const void* bias;    // [n], null: none
   int rows, n, k;
-  void* out;  // [rows, n]; SwiGLU [rows, n/2]; RoPE: the queries, [rows, q_heads * dim]
+  void* out;  // [rows, n]; gated [rows, n/2]; RoPE: the queries, [rows, q_heads * dim]
   int64_t out_stride;
   const void* residual;  // [rows, n]
   int64_t residual_stride;
   void* copy;  // [rows, n] takes a sum with the residual too, null: none
   int64_t copy_stride;
+  bool is_gelu;  // gated: by gelu, approximated by tanh, in place of silu
   // RoPE
   const float* cos_sin;      // [positions, dim]: cosines of dim/2 frequencies, then sines
   const int64_t* positions;  // [rows]
@@ -105,12 +107,12 @@ __device__ inline uint32_t pack(float a, float b, half_t) {
   return *reinterpret_cast<const uint32_t*>(&v);
 }
 
-// Two values of x times two norm weights, and their squares onto `squares`.
+// Two values of x times two norm weights plus `offset`, and their squares onto `squares`.
 template <typename T>
-__device__ inline uint32_t scale_pair(uint32_t x, uint32_t w, float& squares) {
+__device__ inline uint32_t scale_pair(uint32_t x, uint32_t w, float offset, float& squares) {
   const float2 a = unpack(x, T()), b = unpack(w, T());
   squares = fmaf(a.x, a.x, fmaf(a.y, a.y, squares));
-  return pack(a.x * b.x, a.y * b.y, T());
+  return pack(a.x * (b.x + offset), a.y * (b.y + offset), T());
 }
 
 constexpr int kTile = 16;  // outputs of a block
@@ -119,7 +121,7 @@ constexpr int kTile = 16;  // outputs of a block
 // combine two outputs have them in one thread.
 template <Epilogue E>
 __device__ inline void tile_rows(const LinearParams& p, int tile, int row, int& lo, int& hi) {
-  if constexpr (E == Epilogue::kSwiGLU) {
+  if constexpr (E == Epilogue::kGated) {
     lo = tile * 8 + row;
     hi = p.n / 2 + lo;
   } else if constexpr (E == Epilogue::kRope) {
@@ -141,6 +143,12 @@ __device__ inline void weight_rows(const LinearParams& p, int tile, int g, int t
   const T* weight = static_cast<const T*>(p.weight) + t * 8;
   lo = weight + static_cast<int64_t>(min(n_lo, p.n - 1)) * p.k;
   hi = weight + static_cast<int64_t>(min(n_hi, p.n - 1)) * p.k;
+}
+
+// silu(gate) * up, or gelu(gate) * up: 0.5 x (1 + tanh(u)) is x / (1 + exp(-2u)).
+__device__ inline float gated(const LinearParams& p, float gate, float up) {
+  const float twice_u = 1.5957691216f * gate * fmaf(0.044715f * gate, gate, 1.0f);
+  return gate / (1.0f + __expf(p.is_gelu ? -twice_u : -gate)) * up;
 }
 
 __device__ inline float finite_or_zero(float x) { return fabsf(x) < INFINITY ? x : 0.0f; }
@@ -187,8 +195,8 @@ __device__ inline void finish(const LinearParams& p, int m, int n_lo, int n_hi, 
     hi += to_float(bias[min(n_hi, p.n - 1)]);
   }
   T* out = static_cast<T*>(p.out) + m * p.out_stride;
-  if constexpr (E == Epilogue::kSwiGLU) {
-    if (n_lo < p.n / 2) out[n_lo] = from_float<T>(lo / (1.0f + __expf(-lo)) * hi);
+  if constexpr (E == Epilogue::kGated) {
+    if (n_lo < p.n / 2) out[n_lo] = from_float<T>(gated(p, lo, hi));
   } else if constexpr (E == Epilogue::kRope) {
     if (p.keeps_finite) lo = finite_or_zero(lo), hi = finite_or_zero(hi);
     if (n_lo < (p.q_heads + p.kv_heads) * p.dim) rotate<T>(p, m, n_lo % p.dim, lo, hi);
@@ -262,10 +270,10 @@ __global__ void __launch_bounds__(kWarps * 32) skinny_linear(const __grid_consta
         uint4 v = {0, 0, 0, 0};
         if (m < p.rows) v = *reinterpret_cast<const uint4*>(x + m * x_stride + k);
         if constexpr (kNorm) {
-          v.x = scale_pair<T>(v.x, scale.x, squares[c]);
-          v.y = scale_pair<T>(v.y, scale.y, squares[c]);
-          v.z = scale_pair<T>(v.z, scale.z, squares[c]);
-          v.w = scale_pair<T>(v.w, scale.w, squares[c]);
+          v.x = scale_pair<T>(v.x, scale.x, p.offset, squares[c]);
+          v.y = scale_pair<T>(v.y, scale.y, p.offset, squares[c]);
+          v.z = scale_pair<T>(v.z, scale.z, p.offset, squares[c]);
+          v.w = scale_pair<T>(v.w, scale.w, p.offset, squares[c]);
         }
         multiply_add(acc[c], a[u].x, b[u].x, a[u].y, b[u].y, v.x, v.y, T());
         multiply_add(acc[c], a[u].z, b[u].z, a[u].w, b[u].w, v.z, v.w, T());

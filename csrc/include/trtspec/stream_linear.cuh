@@ -19,6 +19,7 @@ template <typename T, int kRows, int kWarps, int kInputs>
 __device__ inline void make_resident(const LinearParams& p, char* x_shared,
                                      float (*squares_of)[kWarps][kRows], int warp, int lane) {
   constexpr int kStride = kWarps * 256;
+  const float offset = p.norm0 == nullptr ? 0.0f : p.offset;
   float squares[kInputs][kRows] = {};
   auto is_second = [&](int k) { return kInputs == 2 && k >= p.k_split; };
 #pragma unroll 1
@@ -49,8 +50,8 @@ __device__ inline void make_resident(const LinearParams& p, char* x_shared,
         const uint4 x = v[i][m], w = norms[i];
         float sum = 0.0f;
         *reinterpret_cast<uint4*>(x_shared + m * (p.k * 2 + kPad) + k * 2) = {
-            scale_pair<T>(x.x, w.x, sum), scale_pair<T>(x.y, w.y, sum),
-            scale_pair<T>(x.z, w.z, sum), scale_pair<T>(x.w, w.w, sum)};
+            scale_pair<T>(x.x, w.x, offset, sum), scale_pair<T>(x.y, w.y, offset, sum),
+            scale_pair<T>(x.z, w.z, offset, sum), scale_pair<T>(x.w, w.w, offset, sum)};
         // (An index that is only known here would put the sums into local memory.)
         squares[0][m] += is_second(k) ? 0.0f : sum;
         if constexpr (kInputs == 2) squares[1][m] += is_second(k) ? sum : 0.0f;

@@ -59,8 +59,8 @@ __device__ inline void finish_pair(const LinearParams& p, int m, int n_lo, int n
   }
   auto store = [](T* at, float2 v) { *reinterpret_cast<uint32_t*>(at) = pack(v.x, v.y, T()); };
   T* const out = static_cast<T*>(p.out) + m * p.out_stride;
-  if constexpr (E == Epilogue::kSwiGLU) {
-    store(out + n_lo, {lo.x / (1.0f + __expf(-lo.x)) * hi.x, lo.y / (1.0f + __expf(-lo.y)) * hi.y});
+  if constexpr (E == Epilogue::kGated) {
+    store(out + n_lo, {gated(p, lo.x, hi.x), gated(p, lo.y, hi.y)});
   } else if constexpr (E == Epilogue::kRope) {
     if (p.keeps_finite) {
       lo = {finite_or_zero(lo.x), finite_or_zero(lo.y)};
@@ -87,7 +87,7 @@ __device__ inline void finish_pair(const LinearParams& p, int m, int n_lo, int n
   }
 }
 
-// n and, with SwiGLU, n / 2 multiples of 16 and 8. kNorms: 0 or 1 of one input, or one for each of two.
+// n and, if gated, n / 2 multiples of 16 and 8. kNorms: 0 or 1 of one input, or one for each of two.
 template <typename T, Epilogue E, int kNorms, int kBlocks, int kOuts, int kStages, int kSplit>
 __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorms == 2 ? 2 : 3)
     tile_linear(const __grid_constant__ LinearParams p) {
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
   __shared__ float squares_of[kTwo ? 2 : 1][kTileWarps][kRows];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = blockIdx.x % kSplit, first_tile = blockIdx.x / kSplit * (kOuts / kTile);
-  const int first_row = blockIdx.y * kRows;
+  const int first_row = blockIdx.y * kRows, rows_here = p.rows - first_row;
   const int all_steps = (p.k + kStep - 1) / kStep, first_step = all_steps * rank / kSplit;
   const int steps = all_steps * (rank + 1) / kSplit - first_step;
   const T* const weight = static_cast<const T*>(p.weight);
@@ -144,9 +144,10 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
   };
   auto fetch_x = [&](int step) {
     char* const stage = own_place + step % kStages * Sizes::kStageBytes;
-    const bool is_there = step * kStep + own_column < p.k;
 #pragma unroll
     for (int j = 0; j < kOfX; ++j) {
+      // (Rows that are not there: all blocks would wait for the last one's bytes.)
+      const bool is_there = step * kStep + own_column < p.k && own_row + j * kApart < rows_here;
       const T* from = x_from[j];
       if constexpr (kTwo) from = step * kStep + own_column < p.k_split ? from : x1_from[j];
       from = is_there ? from + step * kStep : weight;
@@ -249,7 +250,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
       for (int m = 0; m < kBlocks; ++m) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          a[m][i] = scale_pair<T>(a[m][i], i < 2 ? first : second, squares[m][i % 2]);
+          a[m][i] = scale_pair<T>(a[m][i], i < 2 ? first : second, p.offset, squares[m][i % 2]);
         }
       }
     }
