@@ -35,8 +35,8 @@ class PerfectBlocks:
         self.reads, self.says = torch.eye(self.size).split(tokens)
         """[tokens, size] both: a token's place in a half."""
 
-    def target(self, path: Path, kind: str) -> Path:
-        """The target of a kind, "period" or "permutation"."""
+    def target(self, path: Path, kind: str, **fields: Any) -> Path:
+        """The target of a kind, "period" or "permutation"; `fields` are more of its config."""
         says = self.says
         if kind == "permutation":
             says = torch.zeros(self.tokens, self.size)
@@ -51,7 +51,12 @@ class PerfectBlocks:
         raw = self._config(
             model_type="llama", architectures=["LlamaForCausalLM"], rms_norm_eps=1e-6
         )
-        return _save(path, {**raw, "tie_word_embeddings": False}, tensors)
+        return _save(path, {**raw, "tie_word_embeddings": False, **fields}, tensors)
+
+    def pard(self, path: Path) -> Path:
+        """A PARD model that the "period" target agrees with: that target, for it looks at what
+        stands PERIOD tokens ago whatever it reads."""
+        return self.target(path, "period", pard_token=self.mask, spd_type="pard")
 
     def head(self, path: Path, kind: str, mode: str, block: int, anchor: bool = False) -> Path:
         """The head of a mode, "dflash", "dflash2" or "dspark", that the kind's target agrees with.

@@ -43,7 +43,9 @@ BLOCKS = {  # mode, what the target says, whether the last token's row proposes
     "dflash_anchor": ("dflash", "period", True),
     "dflash2": ("dflash2", "permutation", False),
     "dspark": ("dspark", "permutation", True),
+    "pard": ("pard", "period", False),
 }
+CONFIGS = {"dspark": DSparkDecodingConfig, "pard": DraftTargetDecodingConfig}
 CHAINS = ("draft_target", "latent", "eagle3", "eagle3_two_engine", "mtp_eagle", "mtp_vanilla")
 NAMES = (*CHAINS, *BLOCKS)
 
@@ -67,8 +69,11 @@ def make_case(folder: Path, name: str, dtype: str = "float32") -> Case:
     if name in BLOCKS:
         mode, kind, anchor = BLOCKS[name]
         perfect = PerfectBlocks(32 if dtype == "float32" else 64)
-        head = perfect.head(folder / "head", kind, mode, BLOCK_K + 1 - anchor, anchor)
-        config = DSparkDecodingConfig if mode == "dspark" else DFlashDecodingConfig
+        if mode == "pard":
+            head = perfect.pard(folder / "head")
+        else:
+            head = perfect.head(folder / "head", kind, mode, BLOCK_K + 1 - anchor, anchor)
+        config = CONFIGS.get(mode, DFlashDecodingConfig)
         return Case(
             perfect.target(folder / "target", kind),
             lambda **more: config(max_draft_len=BLOCK_K, speculative_model=head, **more),
