@@ -74,7 +74,8 @@ void run(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
 LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,
                     const Optional<TensorView>& norm0, const Optional<TensorView>& norm1,
                     double eps, double offset, const TensorView& weight,
-                    const Optional<TensorView>& scales, int64_t group, const Optional<TensorView>& bias, const TensorView& out) {
+                    const Optional<TensorView>& scales, int64_t group,
+                    const Optional<TensorView>& bias, const TensorView& out) {
   LinearParams p = {};
   p.x0 = x0.data_ptr(), p.x0_stride = x0.stride(0);
   p.k_split = static_cast<int>(x0.size(1));

@@ -25,7 +25,7 @@ struct LinearParams {
   const void* norm0;  // [k_split] RMSNorm weights, null: no norm
   const void* norm1;  // [k - k_split]
   float eps;
-  float offset;        // added to the norms' weights
+  float offset;  // added to the norms' weights
   const void* weight;  // [n, k]
   const float* scales;  // [n, groups] of FP8 codes, null: of no others
   int group, groups;    // columns that share a scale; scales of a row
