@@ -147,6 +147,61 @@ void linear_rope(TensorView x0, Optional<TensorView> x1, Optional<TensorView> no
   run(Epilogue::kRope, p, x0);
 }
 
+trtspec::ExpertParams stacked(const TensorView& ids, const TensorView& weights,
+                              const TensorView& weight, const Optional<TensorView>& scales,
+                              int64_t group) {
+  trtspec::ExpertParams p = {};
+  p.ids = static_cast<const int64_t*>(ids.data_ptr());
+  p.weights = static_cast<const float*>(weights.data_ptr());
+  p.rows = static_cast<int>(ids.size(0)), p.choices = static_cast<int>(ids.size(1));
+  p.weight = weight.data_ptr(), p.experts = static_cast<int>(weight.size(0));
+  p.n = static_cast<int>(weight.size(1)), p.k = static_cast<int>(weight.size(2));
+  check(is_dense(ids) && is_dense(weights) && is_dense(weight), "choices and weights in one piece");
+  check(weights.size(0) == p.rows && weights.size(1) == p.choices, "a weight for each choice");
+  check(0 < p.rows && p.rows <= trtspec::kExpertRows, "1 to 8 rows");
+  check(p.choices <= trtspec::kMaxChoices && p.experts <= trtspec::kMaxExperts,
+        "at most 16 choices of 1,024 experts");
+  check(p.n % 16 == 0 && p.k % 32 == 0, "experts' outputs by 16, inputs by 32");
+  check(scales.has_value() == (weight.dtype().bits == 8), "FP8 weights have scales, no others");
+  if (scales.has_value()) {
+    const TensorView& of = scales.value();
+    p.scales = static_cast<const float*>(of.data_ptr());
+    p.group = static_cast<int>(group), p.groups = static_cast<int>(of.size(2));
+    check(is_dense(of) && of.size(0) == p.experts && of.size(1) == p.n, "scales of each row");
+    check(p.k % 64 == 0 && (p.groups == 1 || group % 64 == 0) && (p.k + group - 1) / group == p.groups,
+          "a scale for each group of each row, groups and inputs by 64");
+  }
+  return p;
+}
+
+// inner: [rows, choices, I] of the products between. limit: infinity for none.
+void experts(TensorView x, TensorView ids, TensorView weights, TensorView gate_up,
+             Optional<TensorView> gate_up_scales, int64_t gate_up_group, TensorView down,
+             Optional<TensorView> down_scales, int64_t down_group, bool is_gelu, double limit,
+             Optional<TensorView> residual, TensorView inner, TensorView out) {
+  trtspec::ExpertParams up = stacked(ids, weights, gate_up, gate_up_scales, gate_up_group);
+  trtspec::ExpertParams last = stacked(ids, weights, down, down_scales, down_group);
+  check(x.size(0) == up.rows && x.size(1) == up.k && last.n == up.k, "rows of the experts' size");
+  check(up.n == 2 * last.k && last.experts == up.experts, "gate, up and down of the same experts");
+  check(inner.numel() == static_cast<int64_t>(up.rows) * up.choices * last.k && is_dense(inner),
+        "room for what is between");
+  check(out.size(0) == up.rows && out.size(1) == last.n, "room for the sums");
+  up.x = x.data_ptr(), up.x_stride = x.stride(0), up.out = inner.data_ptr();
+  up.is_gelu = is_gelu, up.limit = static_cast<float>(limit);
+  last.x = inner.data_ptr(), last.out = out.data_ptr(), last.out_stride = out.stride(0);
+  if (residual.has_value()) {
+    last.residual = residual.value().data_ptr(), last.residual_stride = residual.value().stride(0);
+  }
+  if (up.scales != nullptr) {
+    check(x.dtype().code == kDLBfloat && last.scales != nullptr, "FP8 weights are for bfloat16");
+    check(trtspec::launch_experts<trtspec::bf16, true>(up, last, stream_of(x)));
+    return;
+  }
+  by_half_type(x, [&](auto type) {
+    return trtspec::launch_experts<decltype(type), false>(up, last, stream_of(x));
+  });
+}
+
 // Calls `run` with a value of the logits' element type.
 template <typename Run>
 void by_type(const TensorView& logits, Run run) {
@@ -403,6 +458,7 @@ void update_window(TensorView hidden, TensorView ids, TensorView last, TensorVie
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, linear);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_gated, linear_gated);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_rope, linear_rope);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(experts, experts);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce, all_reduce);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_gather, all_gather);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_greedy, accept_greedy);

@@ -185,6 +185,7 @@ def _layers() -> dict[str, Any]:
         (triton_activation.gelu_tanh_and_mul, half(8, 64)),
         (triton_embedding.lookup, indices(8), half(9, 64), 2.0),
         (experts.router_logits, half(8, 64), half(8, 64)),
+        (experts.normed_router_logits, half(8, 64), norm, torch.zeros(8, 64)),
         (route, torch.zeros(4, 8), None, 2),
         (route, torch.zeros(4, 8), torch.zeros(8), 2),
         (experts.sort_by_expert, indices(4, 2), 8),

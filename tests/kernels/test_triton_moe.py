@@ -16,6 +16,7 @@ from naive_experts import (
     to_fp8,
 )
 
+from trtspec.layers.norm import RMSNorm
 from trtspec.ops.experts import torch as moe
 from trtspec.ops.layer.fp8 import Fp8Weight
 
@@ -38,6 +39,34 @@ def test_router_logits(dtype: torch.dtype, rows: int, experts: int, size: int) -
     assert ours.dtype == torch.float32
     expected = x.double() @ weight.double().T
     torch.testing.assert_close(ours.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("rows", "experts", "size"), [(1, 8, 48), (3, 5, 16), (2, 3, 5000)])
+def test_normed_router_logits(
+    dtype: torch.dtype, offset: float, rows: int, experts: int, size: int
+) -> None:
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(rows, 2 * size, generator=generator).to(dtype)[:, :size]
+    weight = torch.randn(experts, size, generator=generator) * size**-0.5
+    norm = RMSNorm(size, 1e-5, offset)
+    norm.weight.data = torch.rand(size, generator=generator).to(dtype)
+    scale = (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    expected = x.double() * scale * (norm.weight.double() + offset)
+    normed, logits = triton_moe.normed_router_logits(
+        x.to(DEVICE), norm.to(DEVICE), weight.to(DEVICE)
+    )
+    assert normed.dtype == dtype and logits.dtype == torch.float32
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(normed.cpu().double(), expected, atol=bound, rtol=bound)
+    # The scores are of the rounded rows.
+    of_rounded = normed.cpu().double() @ weight.double().T
+    torch.testing.assert_close(logits.cpu().double(), of_rounded, atol=1e-5, rtol=1e-5)
+    for ours, twin in zip(
+        moe.normed_router_logits(x, norm.cpu(), weight), (expected, of_rounded), strict=True
+    ):
+        torch.testing.assert_close(ours.double(), twin, atol=2 * bound, rtol=bound)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

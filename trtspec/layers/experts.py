@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import native
 from ..distributed.parallel import WHOLE, Shard
 from ..ops.experts.torch import ExpertScales, grouped_experts
-from ..ops.layer.activation import silu_and_mul
+from ..ops.layer.activation import SWIGLU, GateAndMul
 from ..ops.layer.fp8 import Fp8Weight, multiply_floats
 from .linear import Linear
+
+MAX_ROWS, MAX_CHOICES, MAX_EXPERTS = 8, 16, 1024
+MAX_RESTING_BYTES = 104 << 10
+"""What the kernels for few rows take (csrc/include/trtspec/expert_linear.cuh)."""
+MAX_FP8_PRODUCTS = 8_000_000
+"""Rows times values of a down_proj up to which they are faster than Triton's, of FP8 weights."""
 
 
 class Experts(nn.Module):
@@ -33,7 +41,7 @@ class Experts(nn.Module):
         num_experts: int,
         size: int,
         inner: int,
-        gate_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
+        gate_and_mul: GateAndMul = SWIGLU,
         *,
         first: int = 0,
         total: int | None = None,
@@ -87,15 +95,77 @@ class Experts(nn.Module):
         ]
         self.gate_up_proj = self.down_proj = None
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
         """Returns the sum over each row's experts of weight times expert(x), added up in float32.
 
         Args:
             x: [T, D]. ids, weights: [T, k] int64 and float32, as `route` returns them.
+            residual: [T, D] that the sum is added to; without autograd in its memory.
 
         Returns:
             [T, D], x's dtype; with several ranks, this one's part of the sum.
         """
+        kernels = self._kernels(x, ids)
+        if kernels is not None:
+            return self._by_kernels(kernels, x, ids, weights, residual)
+        routed = self._routed(x, ids, weights)
+        if residual is None:
+            return routed
+        return residual + routed if torch.is_grad_enabled() else residual.add_(routed)
+
+    def _kernels(self, x: Tensor, ids: Tensor) -> Any:
+        """Returns the module with the kernels for few rows if they serve these, else None."""
+        if not x.is_cuda or (x.requires_grad and torch.is_grad_enabled()):
+            return None
+        rows, size = x.shape
+        is_few = 0 < rows <= MAX_ROWS and rows * (2 * size + 64) <= MAX_RESTING_BYTES
+        is_small = ids.shape[1] <= MAX_CHOICES and self.num_experts <= MAX_EXPERTS
+        is_readable = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+        serves = self._serves_floats if self.scales is None else self._serves_fp8
+        if not (is_few and is_small and is_readable and serves(x)):
+            return None
+        return native.kernels(x)
+
+    def _serves_floats(self, x: Tensor) -> bool:
+        has_steps = self.size % 32 == 0 and self.inner % 32 == 0
+        return x.dtype in (torch.bfloat16, torch.float16) and has_steps
+
+    def _serves_fp8(self, x: Tensor) -> bool:
+        has_steps = self.size % 64 == 0 and self.inner % 64 == 0
+        of_groups = (self.gate_up_group, self.size), (self.down_group, self.inner)
+        has_groups = all(group % 64 == 0 or group >= columns for group, columns in of_groups)
+        is_faster = x.shape[0] * self.size * self.inner <= MAX_FP8_PRODUCTS
+        return x.dtype == torch.bfloat16 and has_steps and has_groups and is_faster
+
+    def _by_kernels(
+        self, kernels: Any, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None
+    ) -> Tensor:
+        """`forward` by two kernels, which pass over the experts of other ranks."""
+        between, scales = self.gate_and_mul, self.scales
+        in_place = residual is not None and not torch.is_grad_enabled()
+        out = residual if residual is not None and in_place else torch.empty_like(x)
+        kernels.experts(
+            x,
+            (ids - self.first if self.first else ids).contiguous(),
+            weights.contiguous(),
+            self.gate_up_proj,
+            None if scales is None else scales.gate_up,
+            self.gate_up_group,
+            self.down_proj,
+            None if scales is None else scales.down,
+            self.down_group,
+            between.is_gelu,
+            math.inf if between.limit is None else between.limit,
+            residual,
+            x.new_empty(ids.numel(), self.inner),
+            out,
+        )
+        return out
+
+    def _routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """`forward` without a residual, by Triton or torch."""
         if self.num_experts < self.total:
             ids = ids - self.first
             ids = torch.where((ids < 0) | (ids >= self.num_experts), self.num_experts, ids)

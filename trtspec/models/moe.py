@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..distributed.parallel import Cut, Parallel, Shard
 from ..layers.experts import Experts
 from ..layers.norm import RMSNorm
-from ..ops.experts.torch import route, router_logits
+from ..ops.experts.torch import normed_router_logits, route, router_logits
 from ..ops.layer.activation import gate_and_mul
 from ..ops.layer.norm import add_normed
 from .config import MoEConfig, MoENames
@@ -33,9 +33,13 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, D] -> experts [T, k] int64 and their weights [T, k] float32."""
+        return self.choose(router_logits(x, self.weight))
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward`, of scores [T, E]."""
         config = self.config
         return route(
-            router_logits(x, self.weight),
+            logits,
             self.e_score_correction_bias,
             config.experts_per_token,
             scoring=config.scoring,
@@ -74,15 +78,16 @@ class MoE(nn.Module):
 
     def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden + MoE(norm(hidden)), [T, D], in hidden's memory."""
-        x = norm(hidden)
-        routed = self.experts(x, *self.gate(x))
+        x, logits = normed_router_logits(hidden, norm, self.gate.weight)
+        chosen = self.gate.choose(logits)
         if self.ranks.size > 1:
+            routed = self.experts(x, *chosen)
             if self.shared_experts is not None:
                 routed = routed + self.shared_experts(hidden, norm, adds=False)
             return hidden.add_(self.ranks.all_reduce(routed))
         if self.shared_experts is not None:
             hidden = self.shared_experts(hidden, norm)
-        return hidden + routed if torch.is_grad_enabled() else hidden.add_(routed)
+        return self.experts(x, *chosen, hidden)
 
     def placements(self, name: str) -> dict[str, Placement]:
         """Returns the placement of each tensor. Experts are stacked here, there perhaps single."""

@@ -234,24 +234,30 @@ __device__ inline void widen(uint32_t codes, uint32_t& lo, uint32_t& hi) {
   asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(hi) : "r"(power));
 }
 
+// 16 codes of two weight rows times the same 16 values of x, in bf16.
+__device__ inline void multiply_widened(float (&part)[4], const uint4& a, const uint4& b,
+                                        const uint4 (&v)[2]) {
+  const uint32_t rows[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
+  const uint32_t columns[4][2] = {
+      {v[0].x, v[0].y}, {v[0].z, v[0].w}, {v[1].x, v[1].y}, {v[1].z, v[1].w}};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t a_lo, a_hi, b_lo, b_hi;
+    widen(rows[i][0], a_lo, a_hi);
+    widen(rows[i][1], b_lo, b_hi);
+    multiply_add(part, a_lo, b_lo, a_hi, b_hi, columns[i][0], columns[i][1], bf16());
+  }
+}
+
 // 16 codes of two weight rows times the same 16 values of x, which rest at `x`. Tensor cores add up
 // codes with fewer bits than float has, so each step's sum begins at zero.
 template <bool kGroups>
 __device__ inline void multiply_step(float (&part)[4], const uint4& a, const uint4& b,
                                      const char* x, bool is_row) {
   if constexpr (kGroups) {
-    const uint32_t rows[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
     uint4 v[2] = {};
     if (is_row) v[0] = reinterpret_cast<const uint4*>(x)[0], v[1] = reinterpret_cast<const uint4*>(x)[1];
-    const uint32_t columns[4][2] = {
-        {v[0].x, v[0].y}, {v[0].z, v[0].w}, {v[1].x, v[1].y}, {v[1].z, v[1].w}};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t a_lo, a_hi, b_lo, b_hi;
-      widen(rows[i][0], a_lo, a_hi);
-      widen(rows[i][1], b_lo, b_hi);
-      multiply_add(part, a_lo, b_lo, a_hi, b_hi, columns[i][0], columns[i][1], bf16());
-    }
+    multiply_widened(part, a, b, v);
   } else {
     const uint4 v = is_row ? *reinterpret_cast<const uint4*>(x) : uint4{};
     multiply_add_codes(part, a.x, b.x, a.y, b.y, v.x, v.y);

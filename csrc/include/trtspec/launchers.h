@@ -6,6 +6,7 @@
 #include "all_reduce.cuh"
 #include "attend_keys.cuh"
 #include "choose.cuh"
+#include "expert_linear.cuh"
 #include "markov_walk.cuh"
 #include "prompt_attention.cuh"
 #include "skinny_linear.cuh"
@@ -24,6 +25,10 @@ cudaError_t launch_linear(Epilogue epilogue, const LinearParams& params, cudaStr
 constexpr int kMaxFp8Rows = 8;
 template <bool kGroups>
 cudaError_t launch_fp8_linear(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
+
+// Rows 1 … kExpertRows, up to kMaxChoices experts of kMaxExperts each. FP8 codes with bf16.
+template <typename T, bool kFp8>
+cudaError_t launch_experts(const ExpertParams& up, const ExpertParams& down, cudaStream_t stream);
 
 // num_rows: of the logits.
 template <typename T>

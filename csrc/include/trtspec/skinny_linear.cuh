@@ -145,10 +145,10 @@ __device__ inline void weight_rows(const LinearParams& p, int tile, int g, int t
   hi = weight + static_cast<int64_t>(min(n_hi, p.n - 1)) * p.k;
 }
 
-// silu(gate) * up, or gelu(gate) * up: 0.5 x (1 + tanh(u)) is x / (1 + exp(-2u)).
-__device__ inline float gated(const LinearParams& p, float gate, float up) {
-  const float twice_u = 1.5957691216f * gate * fmaf(0.044715f * gate, gate, 1.0f);
-  return gate / (1.0f + __expf(p.is_gelu ? -twice_u : -gate)) * up;
+// silu, or gelu approximated by tanh: 0.5 x (1 + tanh(u)) is x / (1 + exp(-2u)).
+__device__ inline float activate(float x, bool is_gelu) {
+  const float twice_u = 1.5957691216f * x * fmaf(0.044715f * x, x, 1.0f);
+  return x / (1.0f + __expf(is_gelu ? -twice_u : -x));
 }
 
 __device__ inline float finite_or_zero(float x) { return fabsf(x) < INFINITY ? x : 0.0f; }
@@ -196,7 +196,7 @@ __device__ inline void finish(const LinearParams& p, int m, int n_lo, int n_hi, 
   }
   T* out = static_cast<T*>(p.out) + m * p.out_stride;
   if constexpr (E == Epilogue::kGated) {
-    if (n_lo < p.n / 2) out[n_lo] = from_float<T>(gated(p, lo, hi));
+    if (n_lo < p.n / 2) out[n_lo] = from_float<T>(activate(lo, p.is_gelu) * hi);
   } else if constexpr (E == Epilogue::kRope) {
     if (p.keeps_finite) lo = finite_or_zero(lo), hi = finite_or_zero(hi);
     if (n_lo < (p.q_heads + p.kv_heads) * p.dim) rotate<T>(p, m, n_lo % p.dim, lo, hi);

@@ -60,7 +60,7 @@ __device__ inline void finish_pair(const LinearParams& p, int m, int n_lo, int n
   auto store = [](T* at, float2 v) { *reinterpret_cast<uint32_t*>(at) = pack(v.x, v.y, T()); };
   T* const out = static_cast<T*>(p.out) + m * p.out_stride;
   if constexpr (E == Epilogue::kGated) {
-    store(out + n_lo, {gated(p, lo.x, hi.x), gated(p, lo.y, hi.y)});
+    store(out + n_lo, {activate(lo.x, p.is_gelu) * hi.x, activate(lo.y, p.is_gelu) * hi.y});
   } else if constexpr (E == Epilogue::kRope) {
     if (p.keeps_finite) {
       lo = {finite_or_zero(lo.x), finite_or_zero(lo.y)};

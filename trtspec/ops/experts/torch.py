@@ -17,9 +17,12 @@ from ..launch.dispatch import kernels, twin
 from ..launch.machine import INVARIANT_ROWS
 from ..layer.activation import silu_and_mul
 from ..layer.fp8 import Fp8Weight, dequantize
+from ..layer.norm import Norm, rms_norm
 
 MAX_ROUTER_ROWS = 16
 """For up to this many rows the scores are a kernel of ours: cuBLAS has few programs for them."""
+MAX_NORMED_COLUMNS = 8192
+"""Up to here a program normalizes a whole row by itself."""
 MIN_LIBRARY_ROWS = 64
 """Rows an expert, on average, from which on torch's `grouped_mm` is faster than our kernel."""
 
@@ -74,6 +77,17 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     if not x.is_cuda and rows < INVARIANT_ROWS:
         x = F.pad(x, (0, 0, 0, INVARIANT_ROWS - rows))
     return F.linear(x.float(), weight.float())[:rows]
+
+
+def normed_router_logits(x: Tensor, norm: Norm, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns norm(x), [T, D] in x's dtype, and its `router_logits`."""
+    is_few = 0 < x.shape[0] <= MAX_ROUTER_ROWS and x.shape[1] <= MAX_NORMED_COLUMNS
+    is_trained = norm.weight.requires_grad and torch.is_grad_enabled()
+    triton = kernels("experts.triton", x) if is_few and not is_trained else None
+    if triton is not None:
+        return triton.normed_router_logits(x, norm, weight)
+    normed = rms_norm(x, norm)
+    return normed, router_logits(normed, weight)
 
 
 @dataclass(frozen=True)

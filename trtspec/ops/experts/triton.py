@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch.triton import after_previous, dependent_launch
+from ..layer.norm import Norm
+from ..layer.triton_norm import NormWeight
 
 _ROUTER_COLUMNS = 4096
 
@@ -51,6 +53,57 @@ def _router_kernel(x_ptr, weight_ptr, out_ptr, x_row, size, BLOCK: tl.constexpr,
         weight = tl.load(weight_ptr + expert * size + d, mask=d < size, other=0.0)
         total += x * weight.to(tl.float32)
     tl.store(out_ptr + row * tl.num_programs(1) + expert, tl.sum(total, 0))
+
+
+def normed_router_logits(x: Tensor, norm: Norm, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """As its namesake. Each program normalizes its row again, which takes no longer than to wait
+    for another kernel."""
+    rows, size = x.shape
+    normed = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, weight.shape[0]), dtype=torch.float32, device=x.device)
+    _normed_router_kernel[(weight.shape[0], rows)](
+        x,
+        NormWeight(norm.weight, norm.eps),
+        weight,
+        normed,
+        out,
+        x.stride(0),
+        size,
+        OFFSET=norm.offset,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=4 if size <= 4096 else 8,
+        **dependent_launch(x),
+    )
+    return normed, out
+
+
+@triton.jit
+def _normed_router_kernel(
+    x_ptr,
+    norm,
+    weight_ptr,
+    normed_ptr,
+    out_ptr,
+    x_row,
+    size,
+    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row's score of one expert; the first expert's program keeps the row."""
+    expert, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    inside = d < size
+    weight = tl.load(weight_ptr + expert * size + d, mask=inside, other=0.0).to(tl.float32)
+    of_norm = tl.load(norm.weight + d, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    after_previous(PDL)
+    x = tl.load(x_ptr + row * x_row + d, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / size + norm.eps)
+    normed = (x * scale * of_norm).to(normed_ptr.dtype.element_ty)
+    if expert == 0:
+        tl.store(normed_ptr + row * size + d, normed, mask=inside)
+    score = tl.sum(normed.to(tl.float32) * weight, 0)
+    tl.store(out_ptr + row * tl.num_programs(0) + expert, score)
 
 
 class Chosen(NamedTuple):

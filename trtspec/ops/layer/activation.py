@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,13 +30,25 @@ def clamped_silu_and_mul(gate_up: Tensor, limit: float) -> Tensor:
     return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
-def gate_and_mul(activation: str, limit: float | None = None) -> Callable[[Tensor], Tensor]:
-    """Returns the function of gate_up that an activation's name stands for.
+@dataclass(frozen=True)
+class GateAndMul:
+    """What stands between a gated network's products: [T, 2I], gate before up, -> [T, I]."""
 
-    Args:
-        limit: of "silu" alone; None is none.
-    """
-    if activation == "gelu_tanh":
-        assert limit is None
-        return gelu_tanh_and_mul
-    return silu_and_mul if limit is None else partial(clamped_silu_and_mul, limit=limit)
+    is_gelu: bool = False  # else silu
+    limit: float | None = None  # of silu alone, as of `clamped_silu_and_mul`
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        if self.is_gelu:
+            return gelu_tanh_and_mul(gate_up)
+        if self.limit is None:
+            return silu_and_mul(gate_up)
+        return clamped_silu_and_mul(gate_up, self.limit)
+
+
+SWIGLU = GateAndMul()
+
+
+def gate_and_mul(activation: str, limit: float | None = None) -> GateAndMul:
+    """Returns what an activation's name stands for; only "silu" has a limit."""
+    assert limit is None or activation == "silu"
+    return GateAndMul(activation == "gelu_tanh", limit)

@@ -1,0 +1,39 @@
+#include <algorithm>
+
+#include "trtspec/expert_linear.cuh"
+#include "trtspec/launchers.h"
+
+namespace trtspec {
+
+constexpr int kExpertWarps = 12, kExpertSplit = 4;  // of gate and up; down's warps all share k
+constexpr int kUpDepth = 6, kDownDepth = 4;         // more of down would leave no room for two blocks
+
+template <typename T, bool kFp8, bool kDown>
+cudaError_t launch_product(const ExpertParams& p, cudaStream_t stream) {
+  constexpr int kSplit = kDown ? kExpertWarps : kExpertSplit, kDepth = kDown ? kDownDepth : kUpDepth;
+  const auto kernel = expert_linear<T, kFp8, kDown, kExpertWarps, kSplit, kDepth>;
+  const int ring = kDepth * kExpertWarps * 32 * kExpertStageBytes<kFp8, kDown>;
+  const int shared = ring + (kDown ? 0 : p.rows * expert_pitch<kFp8>(p.k));
+  const cudaError_t raised =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (raised != cudaSuccess) return raised;
+  keep_shared_memory(kernel);
+  int device = 0, multiprocessors = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  const int tiles = p.n / kTile;
+  const int blocks = kDown ? tiles : std::min(multiprocessors, p.rows * p.choices * tiles);
+  return launch(kernel, dim3(blocks), dim3(kExpertWarps * 32), shared, stream, p);
+}
+
+template <typename T, bool kFp8>
+cudaError_t launch_experts(const ExpertParams& up, const ExpertParams& down, cudaStream_t stream) {
+  const cudaError_t raised = launch_product<T, kFp8, false>(up, stream);
+  return raised != cudaSuccess ? raised : launch_product<T, kFp8, true>(down, stream);
+}
+
+template cudaError_t launch_experts<bf16, false>(const ExpertParams&, const ExpertParams&, cudaStream_t);
+template cudaError_t launch_experts<bf16, true>(const ExpertParams&, const ExpertParams&, cudaStream_t);
+template cudaError_t launch_experts<half_t, false>(const ExpertParams&, const ExpertParams&, cudaStream_t);
+
+}  // namespace trtspec
