@@ -39,8 +39,9 @@ def test_the_kernels_compile_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     for name, value in _optimises_little().items():
         monkeypatch.setenv(name, value)
     library = native.build("9.0a")
-    for name in ("linear", "linear_gated", "linear_rope", "experts", "accept_greedy",
-                 "choose_drafts", "update_window", "attend_clusters", "attend_prompts"):  # fmt: skip
+    names = ("linear", "linear_gated", "linear_rope", "experts", "accept_greedy", "choose_drafts",
+             "update_window", "attend_clusters", "attend_prompts")  # fmt: skip
+    for name in names:
         assert f"__tvm_ffi_{name}".encode() in library.read_bytes(), name
     made = library.stat().st_mtime_ns
     assert native.build("9.0a") == library and library.stat().st_mtime_ns == made
