@@ -158,6 +158,8 @@ trtspec::ExpertParams stacked(const TensorView& ids, const TensorView& weights,
   p.n = static_cast<int>(weight.size(1)), p.k = static_cast<int>(weight.size(2));
   check(is_dense(ids) && is_dense(weights) && is_dense(weight), "choices and weights in one piece");
   check(weights.size(0) == p.rows && weights.size(1) == p.choices, "a weight for each choice");
+  check(ids.dtype().bits == 64 && weights.dtype().bits == 32, "ids in int64, their weights in float32");
+  check(is_aligned(weight.data_ptr()), "experts must be aligned to 16 bytes");
   check(0 < p.rows && p.rows <= trtspec::kExpertRows, "1 to 8 rows");
   check(p.choices <= trtspec::kMaxChoices && p.experts <= trtspec::kMaxExperts,
         "at most 16 choices of 1,024 experts");
@@ -190,13 +192,16 @@ void experts(TensorView x, TensorView ids, TensorView weights, TensorView gate_u
   up.is_gelu = is_gelu, up.limit = static_cast<float>(limit);
   last.x = inner.data_ptr(), last.out = out.data_ptr(), last.out_stride = out.stride(0);
   if (residual.has_value()) {
+    check(residual.value().size(0) == up.rows && residual.value().size(1) == last.n, "a residual of the sums' shape");
     last.residual = residual.value().data_ptr(), last.residual_stride = residual.value().stride(0);
   }
+  check(x.dtype() == inner.dtype() && x.dtype() == out.dtype(), "one type of rows");
   if (up.scales != nullptr) {
     check(x.dtype().code == kDLBfloat && last.scales != nullptr, "FP8 weights are for bfloat16");
     check(trtspec::launch_experts<trtspec::bf16, true>(up, last, stream_of(x)));
     return;
   }
+  check(x.dtype() == gate_up.dtype() && x.dtype() == down.dtype(), "experts of the rows' type");
   by_half_type(x, [&](auto type) {
     return trtspec::launch_experts<decltype(type), false>(up, last, stream_of(x));
   });

@@ -6,7 +6,8 @@
 namespace trtspec {
 
 constexpr int kExpertWarps = 12, kExpertSplit = 4;  // of gate and up; down's warps all share k
-// Stages of the rings. A block of down finds room beside one of gate and up, and so starts early.
+// Stages of the rings. A block of down finds room beside one of gate and up, unless many rows rest there,
+// and so starts early.
 constexpr int kUpDepth = 6, kDownDepth = 4, kUpDepthOfFp8 = 5, kDownDepthOfFp8 = 3;
 // Two blocks of gate and up must not: where two are, another multiprocessor has none, and the kernel takes
 // twice as long. So each takes at least this much.
@@ -15,8 +16,8 @@ constexpr int kLeastShared = 97 << 10;
 template <typename T, bool kFp8, bool kDown>
 cudaError_t launch_product(const ExpertParams& p, cudaStream_t stream) {
   constexpr int kSplit = kDown ? kExpertWarps : kExpertSplit;
-  constexpr int kOfFp8 = kDown ? kDownDepthOfFp8 : kUpDepthOfFp8;
-  constexpr int kDepth = kFp8 ? kOfFp8 : kDown ? kDownDepth : kUpDepth;
+  constexpr int kDepthOfFp8 = kDown ? kDownDepthOfFp8 : kUpDepthOfFp8;
+  constexpr int kDepth = kFp8 ? kDepthOfFp8 : kDown ? kDownDepth : kUpDepth;
   const auto kernel = expert_linear<T, kFp8, kDown, kExpertWarps, kSplit, kDepth>;
   const int ring = kDepth * kExpertWarps * 32 * kExpertStageBytes<kFp8, kDown>;
   const int resting = p.rows * expert_pitch<kFp8>(p.k);

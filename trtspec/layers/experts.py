@@ -18,9 +18,10 @@ from .linear import Linear
 
 MAX_ROWS, MAX_CHOICES, MAX_EXPERTS = 8, 16, 1024
 MAX_RESTING_BYTES = 104 << 10
-"""What the kernels for few rows take (csrc/include/trtspec/expert_linear.cuh)."""
-MAX_FP8_PRODUCTS = 8_000_000
-"""Rows times values of a down_proj up to which they are faster than Triton's, of FP8 weights."""
+"""What the kernels for few rows take (csrc/include/trtspec/expert_linear.cuh), and what of rows they
+keep in shared memory."""
+MAX_FP8_ROWS, MAX_FP8_VALUES = 4, 2_000_000
+"""Of FP8 weights: up to this many rows and values of a down_proj they are faster than Triton's."""
 
 
 class Experts(nn.Module):
@@ -107,7 +108,9 @@ class Experts(nn.Module):
         Returns:
             [T, D], x's dtype; with several ranks, this one's part of the sum.
         """
-        kernels = self._kernels(x, ids)
+        inputs = (x, weights) if residual is None else (x, weights, residual)
+        wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        kernels = None if wants_gradient else self._kernels(x, ids)
         if kernels is not None:
             return self._by_kernels(kernels, x, ids, weights, residual)
         routed = self._routed(x, ids, weights)
@@ -117,7 +120,7 @@ class Experts(nn.Module):
 
     def _kernels(self, x: Tensor, ids: Tensor) -> Any:
         """Returns the module with the kernels for few rows if they serve these, else None."""
-        if not x.is_cuda or (x.requires_grad and torch.is_grad_enabled()):
+        if not x.is_cuda:
             return None
         rows, size = x.shape
         is_few = 0 < rows <= MAX_ROWS and rows * (2 * size + 64) <= MAX_RESTING_BYTES
@@ -130,13 +133,15 @@ class Experts(nn.Module):
 
     def _serves_floats(self, x: Tensor) -> bool:
         has_steps = self.size % 32 == 0 and self.inner % 32 == 0
-        return x.dtype in (torch.bfloat16, torch.float16) and has_steps
+        assert self.gate_up_proj is not None
+        is_half = x.dtype in (torch.bfloat16, torch.float16)
+        return is_half and x.dtype == self.gate_up_proj.dtype and has_steps
 
     def _serves_fp8(self, x: Tensor) -> bool:
         has_steps = self.size % 64 == 0 and self.inner % 64 == 0
         of_groups = (self.gate_up_group, self.size), (self.down_group, self.inner)
         has_groups = all(group % 64 == 0 or group >= columns for group, columns in of_groups)
-        is_faster = x.shape[0] * self.size * self.inner <= MAX_FP8_PRODUCTS
+        is_faster = x.shape[0] <= MAX_FP8_ROWS and self.size * self.inner <= MAX_FP8_VALUES
         return x.dtype == torch.bfloat16 and has_steps and has_groups and is_faster
 
     def _by_kernels(

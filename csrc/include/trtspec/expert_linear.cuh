@@ -5,8 +5,8 @@
 // tensor cores' instruction, as in `skinny_linear.cuh`, and rows that did not are zeros. Weights come as
 // in `stream_linear.cuh`. FP8 codes (e4m3) are widened to bf16, and their scales come with them.
 //
-// A row's result does not depend on the rows beside it: its experts are added up in the order of their
-// numbers, and the order of each sum is fixed by its length.
+// A row's result does not depend on the rows beside it, if weights are finite: its experts are added up in
+// the order of their numbers, and the order of each sum is fixed by its length.
 #pragma once
 
 #include "fp8_linear.cuh"
@@ -20,7 +20,8 @@ constexpr int kMaxChosen = kExpertRows * kMaxChoices;
 struct ExpertParams {
   const void* x;  // gate and up: [rows, k]; down: [rows, choices, k] in one piece
   int64_t x_stride;
-  const int64_t* ids;    // [rows, choices] in one piece; others than 0 … experts - 1 add nothing
+  const int64_t* ids;    // [rows, choices] in one piece; others than 0 … experts - 1 add nothing, nor
+                         // what a row chose before
   const float* weights;  // [rows, choices] in one piece
   int rows, choices, experts;
   const void* weight;   // [experts, n, k]
@@ -38,6 +39,7 @@ struct ExpertParams {
 // The experts that were chosen, in the order of their numbers.
 struct ChosenExperts {
   uint32_t is_chosen[kMaxExperts / 32];      // bits
+  int ids[kMaxChosen];                       // of each choice
   int experts[kMaxChosen];
   uint8_t choices[kMaxChosen][kExpertRows];  // which choice of each row an expert is, from 1; 0: of none
   float weights[kMaxChosen][kExpertRows];
@@ -59,15 +61,18 @@ __device__ inline int find_chosen(const ExpertParams& p, ChosenExperts& chosen) 
   const int pair = threadIdx.x;
   int64_t expert = -1;
   if (pair < p.rows * p.choices) expert = __ldcg(reinterpret_cast<const long long*>(p.ids + pair));
-  const bool is_here = expert >= 0 && expert < p.experts;
+  bool is_here = expert >= 0 && expert < p.experts;
   float weight = 0.0f;
   if (kWeights && is_here) weight = p.weights[pair];
   if (is_here) atomicOr(chosen.is_chosen + expert / 32, 1u << expert % 32);
+  if (pair < kMaxChosen) chosen.ids[pair] = is_here ? static_cast<int>(expert) : -1;
   __syncthreads();
+  // A row that is not a number may choose one expert each time.
+  for (int i = pair / p.choices * p.choices; is_here && i < pair; ++i) is_here = chosen.ids[i] != expert;
   int count = 0, rank = 0;
   for (int i = 0; i < (p.experts + 31) / 32; ++i) {
     const uint32_t bits = chosen.is_chosen[i];
-    if (i == expert / 32) rank = count + __popc(bits & ((1u << expert % 32) - 1));
+    if (is_here && i == expert / 32) rank = count + __popc(bits & ((1u << expert % 32) - 1));
     count += __popc(bits);
   }
   if (is_here) {
@@ -103,19 +108,19 @@ constexpr int kExpertStep = kFp8 ? 64 : 32;  // values of k that four lanes of a
 template <bool kFp8, bool kDown>
 constexpr int kExpertStageBytes = 32 + (kFp8 ? 8 : 0) + (kDown ? (kFp8 ? 32 : 16) : 0);
 
-// Bytes between rows of gate and up's x in shared memory.
+// Bytes between rows of gate and up's x, which rest in shared memory.
 template <bool kFp8>
 __host__ __device__ constexpr int expert_pitch(int k) {
   return 2 * k + (kFp8 ? 16 : kPad);
 }
 
-// Waits for the other warps of a group of kWarps.
+// Waits for the other warps of a team of kWarps.
 template <int kWarps>
-__device__ inline void meet(int group) {
-  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kWarps * 32) : "memory");
+__device__ inline void meet(int team) {
+  asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kWarps * 32) : "memory");
 }
 
-// kSplit warps divide k among them, and make 16 outputs at a time. Gate and up: of one expert, then of the
+// A team of kSplit warps divides k among them, and makes 16 outputs at a time. Gate and up: of one expert, then of the
 // grid's next. Down: of all experts, one after the other; a block makes no others.
 template <typename T, bool kFp8, bool kDown, int kWarps, int kSplit, int kDepth>
 __global__ void __launch_bounds__(kWarps * 32)
@@ -128,7 +133,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   __shared__ ChosenExperts chosen;
   __shared__ float sums[2][kWarps][kTile][kExpertRows + 1];
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int group = threadIdx.x / 32 / kSplit, warp = threadIdx.x / 32 % kSplit;
+  const int team = threadIdx.x / 32 / kSplit, warp = threadIdx.x / 32 % kSplit;
   const int steps = p.k / kStep, tiles = p.n / kTile, pitch = expert_pitch<kFp8>(p.k);
   const int begin = steps * warp / kSplit, end = steps * (warp + 1) / kSplit;
   uint4* const mine = reinterpret_cast<uint4*>(shared) + threadIdx.x;
@@ -152,7 +157,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   // Down's ids are older than the kernel before it, which has made gate and up of them.
   const int count = find_chosen<!kDown>(p, chosen);
   // What is multiplied one after the other: (expert, tile) of gate and up; experts of down.
-  const int first = kDown ? 0 : blockIdx.x + gridDim.x * group;
+  const int first = kDown ? 0 : blockIdx.x + gridDim.x * team;
   const int stride = kDown ? 1 : gridDim.x * (kWarps / kSplit);
   const int turns = kDown ? count : count * tiles;
   auto rank_of = [&](int turn) { return kDown ? turn : turn / tiles; };
@@ -162,7 +167,8 @@ __global__ void __launch_bounds__(kWarps * 32)
     hi = lo + (kDown ? kTile / 2 : p.n / 2);
   };
 
-  int next = begin == end ? turns : first, next_step = begin;  // what is fetched next
+  // What is fetched next. A warp without steps fetches nothing.
+  int next = begin == end ? turns : first, next_step = begin;
   const char *w_lo = nullptr, *w_hi = nullptr;
   const float *s_lo = nullptr, *s_hi = nullptr;
   auto enter = [&] {
@@ -260,20 +266,20 @@ __global__ void __launch_bounds__(kWarps * 32)
     if (++stage == kDepth) stage = 0;
   };
   auto finish = [&](int turn) {
-    float(&of_group)[kWarps][kTile][kExpertRows + 1] = sums[parity];
+    float(&of_team)[kWarps][kTile][kExpertRows + 1] = sums[parity];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float* const to = of_group[group * kSplit + warp][half * 8 + g] + t * 2;
+      float* const to = of_team[team * kSplit + warp][half * 8 + g] + t * 2;
       to[0] = acc[half * 2], to[1] = acc[half * 2 + 1];
       acc[half * 2] = acc[half * 2 + 1] = 0.0f;
     }
-    meet<kSplit>(group);
+    meet<kSplit>(team);
     for (int i = warp * 32 + lane; i < 8 * p.rows; i += kSplit * 32) {
       const int row = i % 8, m = i / 8;
       float lo = 0.0f, hi = 0.0f;
 #pragma unroll
       for (int w = 0; w < kSplit; ++w) {
-        lo += of_group[group * kSplit + w][row][m], hi += of_group[group * kSplit + w][row + 8][m];
+        lo += of_team[team * kSplit + w][row][m], hi += of_team[team * kSplit + w][row + 8][m];
       }
       int n_lo, n_hi;
       rows_of(turn, row, n_lo, n_hi);

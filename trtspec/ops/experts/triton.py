@@ -71,7 +71,7 @@ def normed_router_logits(x: Tensor, norm: Norm, weight: Tensor) -> tuple[Tensor,
         size,
         OFFSET=norm.offset,
         BLOCK=triton.next_power_of_2(size),
-        num_warps=4 if size <= 4096 else 8,
+        num_warps=4 if size <= 2048 else 8,  # as of `rms_norm`
         **dependent_launch(x),
     )
     return normed, out
