@@ -18,8 +18,8 @@ from .linear import Linear
 
 MAX_ROWS, MAX_CHOICES, MAX_EXPERTS = 8, 16, 1024
 MAX_RESTING_BYTES = 104 << 10
-"""What the kernels for few rows (csrc/include/trtspec/expert_linear.cuh) take, and what they keep of
-rows in shared memory."""
+"""What the kernels for few rows take (csrc/include/trtspec/expert_linear.cuh), and how much of rows
+they keep in shared memory."""
 MAX_FP8_ROWS, MAX_FP8_VALUES = 4, 2_000_000
 """Of FP8 weights: up to this many rows and values of a down_proj they are faster than Triton's."""
 
