@@ -120,14 +120,14 @@ __device__ inline void meet(int team) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kWarps * 32) : "memory");
 }
 
-// A team of kSplit warps divides k among them, and makes 16 outputs at a time. Gate and up: of one expert, then of the
-// grid's next. Down: of all experts, one after the other; a block makes no others.
+// A team of kSplit warps divides k among them, and makes 16 outputs at a time. Gate and up: of one expert,
+// then of the grid's next. Down: of all experts, one after the other; a block makes no others.
 template <typename T, bool kFp8, bool kDown, int kWarps, int kSplit, int kDepth>
 __global__ void __launch_bounds__(kWarps * 32)
     expert_linear(const __grid_constant__ ExpertParams p) {
   static_assert(!kDown || kSplit == kWarps);
   constexpr int kStep = kExpertStep<kFp8>, kThreads = kWarps * 32;
-  constexpr int kPieces = kFp8 ? 2 : 1;  // of 16 bytes, x of a lane's columns
+  constexpr int kPieces = kFp8 ? 2 : 1;  // of 16 bytes: x in the columns of a lane's weights
   constexpr int kParts = 2 + (kDown ? kPieces : 0);
   extern __shared__ __align__(128) char shared[];
   __shared__ ChosenExperts chosen;
