@@ -192,8 +192,9 @@ void experts(TensorView x, TensorView ids, TensorView weights, TensorView gate_u
   up.is_gelu = is_gelu, up.limit = static_cast<float>(limit);
   last.x = inner.data_ptr(), last.out = out.data_ptr(), last.out_stride = out.stride(0);
   if (residual.has_value()) {
-    check(residual.value().size(0) == up.rows && residual.value().size(1) == last.n, "a residual of the sums' shape");
-    last.residual = residual.value().data_ptr(), last.residual_stride = residual.value().stride(0);
+    const TensorView& of = residual.value();
+    check(of.size(0) == up.rows && of.size(1) == last.n, "a residual of the sums' shape");
+    last.residual = of.data_ptr(), last.residual_stride = of.stride(0);
   }
   check(x.dtype() == inner.dtype() && x.dtype() == out.dtype(), "one type of rows");
   if (up.scales != nullptr) {

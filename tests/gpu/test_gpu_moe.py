@@ -84,12 +84,7 @@ def test_experts_wait_for_nothing_and_replay_in_a_graph(dtype: torch.dtype, rows
         return experts(inputs, ids, weights)
 
     with torch.no_grad():
-        step()  # compiles
-        with steady.no_waiting():
-            step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = step()
+        graph, out = steady.captured(step)
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
             logits.copy_(torch.randn(rows, 16, generator=generator))
@@ -143,12 +138,7 @@ def test_fp8_experts_wait_for_nothing_and_replay_in_a_graph(by_rows: bool, rows:
         return moe.grouped_experts(inputs, own, weights, gate_up, down, total=16, scales=scales)
 
     with torch.no_grad():
-        step()  # compiles
-        with steady.no_waiting():
-            step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = step()
+        graph, out = steady.captured(step)
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
             logits.copy_(torch.randn(rows, 16, generator=generator))
