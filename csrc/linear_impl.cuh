@@ -27,6 +27,8 @@ constexpr int kFewRows = 16, kMaxFewRows = 48, kMaxSomeRows = 64, kMaxMoreRows =
 constexpr int kDeep = 1536, kDeeper = 2048, kWide = 2048;
 constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear
 constexpr int kMaxNarrow = 1024;                    // columns
+// Two blocks must not find room on one multiprocessor: another one would have none.
+constexpr int kLeastShared = 114 << 10;
 
 inline int resident_bytes(const LinearParams& p) { return p.rows * (p.k * 2 + kPad); }
 
@@ -84,7 +86,8 @@ cudaError_t launch_stream(const LinearParams& p, cudaStream_t stream) {
 template <typename T, bool kNorm>
 cudaError_t launch_narrow(const LinearParams& p, cudaStream_t stream) {
   const auto kernel = narrow_linear<T, kNorm, kNarrowWarps, kNarrowDepth>;
-  const int shared = ring_bytes<true, 1, 1, kNarrowWarps, kNarrowDepth>() + resident_bytes(p);
+  constexpr int kRing = ring_bytes<true, 1, 1, kNarrowWarps, kNarrowDepth>();
+  const int shared = std::max(kRing + resident_bytes(p), kLeastShared);
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return raised;
