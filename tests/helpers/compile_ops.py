@@ -22,7 +22,7 @@ from trtspec.metadata.missed import MissedRows
 from trtspec.metadata.sampling import SamplingMetadata, SlotSampling
 from trtspec.ops.padded import torch as padded_torch
 from trtspec.ops.padded import triton as padded
-from trtspec.ops.step import triton_drafts, triton_packing, triton_rows
+from trtspec.ops.step import triton_drafts, triton_missed, triton_packing, triton_rows
 from trtspec.ops.step.packing import PassRows
 from trtspec.ops.step.rows import ContextLayout
 from trtspec.ops.tokens import (
@@ -44,6 +44,7 @@ from trtspec.ops.tokens.walk import Codebooks, PathCandidates
 MODULES = (
     "padded.triton",
     "step.triton_drafts",
+    "step.triton_missed",
     "step.triton_packing",
     "step.triton_rows",
     "tokens.triton_bitmask",
@@ -166,7 +167,8 @@ def step() -> dict[str, Any]:
         (triton_drafts.block_rows, accepted, lens, longs(8), certain, 6, 5, 7),
         (triton_drafts.masked_rows, accepted, lens, longs(8), certain, 6, 3, 7, 0),
         (triton_drafts.gather_distinct, certain, states),
-        (triton_drafts.keep_missed, certain, certain, certain, states[0], lens, missed),
+        (triton_missed.keep_missed, certain, certain, certain, states[0], lens, missed),
+        (triton_missed.take_missed, certain, missed, None, tables, 16),
         (triton_drafts.to_target_ids, lens, longs(DRAFT_VOCAB)),
         (triton_drafts.limit_drafts, (lens, lens), certain, 40, K),
         (triton_drafts.next_new_tokens, accepted, lens, ints(GENERATIONS, K), K),

@@ -35,6 +35,7 @@ from trtspec.metadata.missed import CAPACITY, MissedRows
 from trtspec.metadata.sampling import SlotSampling
 from trtspec.ops.launch import dispatch
 from trtspec.ops.padded import torch as padded
+from trtspec.ops.step import missed as step_missed
 from trtspec.ops.step import rows as step_rows
 
 pytest.importorskip("triton", reason="needs triton")
@@ -604,7 +605,7 @@ def test_keep_missed(dtype: torch.dtype, width: int) -> None:
         missed = MissedRows(*(tensor.clone().to(device) for tensor in filled))
         args = [tensor.to(device) for tensor in (slots, positions, kv_slots, states, tokens)]
         with kernels() if both else no_kernels():  # the twin first
-            step_rows.keep_missed(*args[:4], args[4][:, 0], missed)
+            step_missed.keep_missed(*args[:4], args[4][:, 0], missed)
         both.append(missed)
     assert _plain(both[0]) == _plain(both[1])
     missed = both[0]
@@ -616,6 +617,59 @@ def test_keep_missed(dtype: torch.dtype, width: int) -> None:
     assert missed.positions[3, 15] == -1, "it has no place in the cache"
     assert (missed.hidden == -7).all() and (missed.tokens == -7).all()
     assert (missed.positions == -7).sum() == 6 * CAPACITY - 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [48, 2500])
+@pytest.mark.parametrize("has_deltas", [False, True])
+def test_take_missed(dtype: torch.dtype, width: int, has_deltas: bool) -> None:
+    page_size, slots = 4, torch.tensor([4, 0, 3])
+    kept = MissedRows.allocate(6, width, dtype, slots.device)
+    kept.hidden.normal_()
+    kept.tokens.random_(90)
+    # Of slot 4 seven rows, of slot 0 none, of slot 3 the first two positions; another's stay.
+    for slot, positions in {4: range(37, 44), 3: range(2), 5: range(9)}.items():
+        for position in positions:
+            kept.positions[slot, position % CAPACITY] = position
+    # A group with all blocks, and one where 37 … 39 have none.
+    tables = torch.arange(1, 37).view(3, 12).int(), torch.arange(101, 137).view(3, 12).int()
+    tables[1][0, :10] = NULL_BLOCK
+    deltas = torch.tensor([0, 0, 0, 5, -40, 0]) if has_deltas else None
+
+    both = []
+    for device in ("cpu", DEVICE):
+        missed = MissedRows(*(tensor.clone().to(device) for tensor in kept))
+        moved = None if deltas is None else deltas.to(device)
+        with kernels() if both else no_kernels():  # the twin first
+            taken = step_missed.take_missed(
+                slots.to(device), missed, moved, tuple(t.to(device) for t in tables), page_size
+            )
+        assert (missed.positions.cpu()[[4, 0, 3]] == -1).all() and torch.equal(
+            missed.positions[5].cpu(), kept.positions[5]
+        )
+        both.append(taken)
+    assert _plain(both[0]) == _plain(both[1])
+    taken = both[0]
+    assert taken.is_row.sum() == 9 and taken.is_row.shape == (3 * CAPACITY,)
+    for request, slot in enumerate(slots.tolist()):
+        for place in range(CAPACITY):
+            at, position = request * CAPACITY + place, int(kept.positions[slot, place])
+            if position < 0:
+                assert not taken.is_row[at] and not taken.positions[at]
+                assert all(of_group[at] == -1 for of_group in taken.slot_mappings)
+                continue
+            assert torch.equal(taken.hidden[at], kept.hidden[slot, place])
+            assert taken.tokens[at] == kept.tokens[slot, place]
+            assert taken.positions[at] == position and taken.kv_lens[at] == position + 1
+            delta = 0 if deltas is None else int(deltas[slot])
+            assert taken.rotary[at] == max(0, position + delta)
+            for table, of_group in zip(tables, taken.slot_mappings, strict=True):
+                block = int(table[request, position // page_size])
+                there = block * page_size + position % page_size
+                assert of_group[at] == (-1 if block == NULL_BLOCK else there)
+    alone = taken.rows_alone()
+    assert alone.positions.tolist() == [*range(37, 44), 0, 1]
+    assert alone.hidden.shape == (9, width) and len(alone.slot_mappings[1]) == 9
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 200])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..metadata.attention import AttentionMetadata
 from ..models.decoder import Decoder
-from ..ops.step.slots import slot_mapping
+from ..ops.step.missed import take_missed
 from ..state.kv_cache import KVCacheManager
 from ..state.slots import SlotState
 from ..utils import renamed
@@ -91,31 +91,26 @@ class DeviceStep:
         state, cache = self.state, self.kv_cache
         assert state.missed is not None
         head = cast(KvWriter, self.draft_model)
-        hidden, tokens, positions = state.missed.take(slot_ids)
-        inside, positions = positions >= 0, positions.clamp_min(0)
-        rotary = positions
-        if state.rope_deltas is not None:
-            rotary = (positions + state.rope_deltas[slot_ids][:, None]).clamp_min(0)
-        slots = [slot_mapping(t, positions, inside, cache.page_size) for t in block_tables]
-        rows = [tensor.flatten(0, 1) for tensor in (hidden, tokens, positions, rotary, *slots)]
-        if tokens.device.type == "cpu":  # elsewhere a graph computes them all
-            rows = [tensor[inside.flatten()] for tensor in rows]
-        hidden, tokens, positions, rotary, *slots = rows
+        taken = take_missed(
+            slot_ids, state.missed, state.rope_deltas, tuple(block_tables), cache.page_size
+        )
+        if slot_ids.device.type == "cpu":  # elsewhere a graph computes them all
+            taken = taken.rows_alone()
         # Each row stands for itself: it attends to nothing.
         meta = AttentionMetadata(
             context_lens=(),
-            num_generations=tokens.shape[0],
+            num_generations=taken.tokens.shape[0],
             rows_per_generation=1,
-            position_ids=positions,
-            rope_position_ids=None if state.rope_deltas is None else rotary,
-            kv_lens=(positions + 1).to(torch.int32),
+            position_ids=taken.positions,
+            rope_position_ids=None if state.rope_deltas is None else taken.rotary,
+            kv_lens=taken.kv_lens,
             max_kv_len=self.shape.max_seq_len,
             kv_groups=cache.groups,
             block_tables=(),
-            slot_mappings=tuple(slots),
+            slot_mappings=taken.slot_mappings,
             max_seq_len=self.shape.max_seq_len,
         )
-        head.write_kv(tokens, positions, hidden, meta)
+        head.write_kv(taken.tokens, taken.positions, taken.hidden, meta)
 
     @torch.inference_mode()
     def draft_passes(self, outputs: StepOutputs) -> Iterator[None]:

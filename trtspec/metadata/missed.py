@@ -33,9 +33,3 @@ class MissedRows(NamedTuple):
             tokens=torch.zeros(shape, dtype=torch.int64, device=device),
             positions=torch.full(shape, -1, dtype=torch.int64, device=device),
         )
-
-    def take(self, slots: Tensor) -> MissedRows:
-        """Returns the rows of slots [B] int64 and forgets them. Nothing waits."""
-        rows = MissedRows(*(tensor[slots] for tensor in self))
-        self.positions.index_fill_(0, slots, -1)
-        return rows

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
-from ..ops.step.rows import keep_missed
+from ..ops.step.missed import keep_missed
 from .base import SpecWorkerBase
 from .protocols import DraftInputs, DraftModel, LanguageModel, OneLayerDraftModel
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ...metadata.attention import NULL_BLOCK, AttentionMetadata
-from ...metadata.missed import MissedRows
 from ...metadata.sampling import SlotSampling
 from ..launch.dispatch import twin
 from ..tokens.accept import last_accepted
@@ -338,28 +337,6 @@ def gather_distinct(rows: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, .
 def to_target_ids(tokens: Tensor, d2t: Tensor) -> Tensor:
     """Maps draft ids to target ids: tokens [R] int32, offsets d2t [Vd] int64 -> [R] int32."""
     return (tokens + d2t[tokens.to(torch.int64)]).to(torch.int32)
-
-
-@twin(_DRAFT_KERNELS)
-def keep_missed(
-    slot_ids: Tensor,
-    position_ids: Tensor,
-    kv_slots: Tensor,
-    hidden: Tensor,
-    tokens: Tensor,
-    missed: MissedRows,
-) -> None:
-    """Keeps one row of each request, which a head has to read later.
-
-    Args:
-        slot_ids: [B] int64, in `missed`.
-        position_ids, kv_slots: [B] int64; a row whose slot is -1 is not kept.
-        hidden: [B, W], contiguous rows. tokens: [B] int32, any stride.
-    """
-    place = slot_ids, position_ids % missed.positions.shape[1]
-    missed.hidden[place] = hidden
-    missed.tokens[place] = tokens.to(torch.int64)
-    missed.positions[place] = torch.where(kv_slots < 0, -1, position_ids)
 
 
 def finish_drafts(

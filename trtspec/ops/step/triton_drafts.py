@@ -11,13 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...metadata.missed import MissedRows
 from ..launch.triton import after_previous, dependent_launch
 from .rows import BlockRows, MaskedRows
 from .triton_rows import BLOCK, Accepted, Grid, ints
-
-COLUMNS = 1024
-"""Of a row that is kept, those that a program copies."""
 
 
 def shift_for_drafting(
@@ -424,63 +420,3 @@ def _next_new_kernel(
     is_draft = (column > 0) & (column <= num_drafts)
     draft = tl.load(entry, mask=is_draft, other=-1).to(tl.int32)
     tl.store(out_ptr + seq * columns + column, tl.where(column > 0, draft, last), mask=mask)
-
-
-class _Kept(NamedTuple):
-    """One row of each request."""
-
-    slot_ids: Tensor  # [B] int64
-    positions: Tensor  # [B] int64
-    kv_slots: Tensor  # [B] int64
-    hidden: Tensor  # [B, W]
-    row: int  # stride of hidden
-    tokens: Tensor  # [B] int32
-    token_stride: int
-
-
-def keep_missed(
-    slot_ids: Tensor,
-    position_ids: Tensor,
-    kv_slots: Tensor,
-    hidden: Tensor,
-    tokens: Tensor,
-    missed: MissedRows,
-) -> None:
-    """Keeps one row of each request."""
-    kept = _Kept(
-        slot_ids=slot_ids,
-        positions=position_ids,
-        kv_slots=kv_slots,
-        hidden=hidden,
-        row=hidden.stride(0),
-        tokens=tokens,
-        token_stride=tokens.stride(0),
-    )
-    width = hidden.shape[1]
-    _keep_missed_kernel[(slot_ids.shape[0], triton.cdiv(width, COLUMNS))](
-        kept,
-        missed,
-        missed.positions.shape[1],
-        width,
-        BLOCK=COLUMNS,
-        num_warps=4,
-        **dependent_launch(slot_ids),
-    )
-
-
-@triton.jit
-def _keep_missed_kernel(kept, missed, capacity, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A block of columns of one request's row."""
-    after_previous(PDL)
-    seq = tl.program_id(0).to(tl.int64)
-    slot = tl.load(kept.slot_ids + seq).to(tl.int64)
-    position = tl.load(kept.positions + seq).to(tl.int64)
-    place = slot * capacity + position % capacity
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    state = tl.load(kept.hidden + seq * kept.row + column, mask=column < width)
-    tl.store(missed.hidden + place * width + column, state, mask=column < width)
-    if tl.program_id(1) == 0:
-        token = tl.load(kept.tokens + seq * kept.token_stride)
-        tl.store(missed.tokens + place, token.to(tl.int64))
-        is_written = tl.load(kept.kv_slots + seq) >= 0
-        tl.store(missed.positions + place, tl.where(is_written, position, -1))

@@ -46,7 +46,7 @@ class Accepted(NamedTuple):
     lens: Tensor  # [B] int32
 
 
-class _KvGroups(NamedTuple):
+class KvGroups(NamedTuple):
     """Per KV group: its block table, and the slots of a pass's rows."""
 
     tables: tuple[Tensor, ...]  # [B, M] int32
@@ -56,7 +56,7 @@ class _KvGroups(NamedTuple):
     slots: tuple[Tensor, ...]  # [T] int64, written
 
     @classmethod
-    def of(cls, tables: Sequence[Tensor], page_sizes: Sequence[int], num_rows: int) -> _KvGroups:
+    def of(cls, tables: Sequence[Tensor], page_sizes: Sequence[int], num_rows: int) -> KvGroups:
         """Allocates the slots of T = `num_rows` rows."""
         return cls(
             tables=tuple(tables),
@@ -106,7 +106,7 @@ def step(
     """
     num_seqs, rows = positions.shape
     padded = num_seqs if num_rows is None else num_rows
-    groups = _KvGroups.of(tables, page_sizes, padded * rows)
+    groups = KvGroups.of(tables, page_sizes, padded * rows)
     out = _StepOutputs(
         positions=ints(positions, padded * rows),
         lens=ints(positions, padded, dtype=torch.int32),
@@ -156,7 +156,7 @@ def _step_kernel(
     position = tl.where(inside, position, 0)
     index = seq * rows + row
     tl.store(out.positions + index, position, mask=is_row)
-    _store_slots(groups, seq, index, position, inside, is_row)
+    store_slots(groups, seq, index, position, inside, is_row)
     new_len = tl.sum(tl.where(row == rows - 1, position, 0), 0) + 1
     if len_ptr is not None:
         known = tl.load(len_ptr + seq, mask=in_batch, other=0).to(tl.int64) + 1
@@ -170,7 +170,7 @@ def _step_kernel(
 
 
 @triton.jit
-def _store_slots(groups, seq, index, position, inside, mask):
+def store_slots(groups, seq, index, position, inside, mask):
     """Writes the KV slots of these rows of a request, or of one each, per group; `position` is
     guarded."""
     for i in tl.static_range(len(groups.tables)):
@@ -197,7 +197,7 @@ def gather_step_inputs(
     """Gathers a step's rows from the slots."""
     num_seqs = slot_ids.shape[0]
     total = num_seqs * rows
-    groups = _KvGroups.of(block_tables, (page_size,) * len(block_tables), total)
+    groups = KvGroups.of(block_tables, (page_size,) * len(block_tables), total)
     tokens = ints(slot_ids, num_seqs, rows, dtype=torch.int32)
     out = StepRows(
         input_ids=ints(slot_ids, total),
@@ -256,7 +256,7 @@ def _gather_kernel(
     tl.store(out.next_positions + index, position + 1, mask=mask)
     tl.store(out.gather_ids + index, index + first_row, mask=mask)
     tl.store(out.kv_lens + seq, tl.minimum(past + rows, max_seq_len).to(tl.int32))
-    _store_slots(groups, seq, index, position, inside, mask)
+    store_slots(groups, seq, index, position, inside, mask)
     for i in tl.static_range(len(sampling)):
         tl.store(out.sampling[i] + index, tl.load(sampling[i] + slot), mask=mask)
 
@@ -271,7 +271,7 @@ def gather_context_inputs(
 ) -> GatheredContexts:
     """Gathers what a pass reads of contexts."""
     num_contexts, num_rows = slot_ids.shape[0], layout.positions.shape[0]
-    groups = _KvGroups.of(block_tables, (page_size,) * len(block_tables), num_rows)
+    groups = KvGroups.of(block_tables, (page_size,) * len(block_tables), num_rows)
     out = GatheredContexts(
         slot_mappings=groups.slots,
         kv_lens=ints(slot_ids, num_contexts, dtype=torch.int32),
@@ -312,7 +312,7 @@ def _gather_contexts_kernel(
     is_row = i < num_rows
     owner = tl.load(layout.owners + i, mask=is_row, other=-1)
     position = tl.load(layout.positions + i, mask=is_row, other=0)
-    _store_slots(groups, owner, i, position, owner >= 0, is_row)
+    store_slots(groups, owner, i, position, owner >= 0, is_row)
     is_context = i < num_contexts
     end = tl.load(layout.ends + i, mask=is_context, other=0)
     tl.store(out.kv_lens + i, tl.minimum(end, max_seq_len).to(tl.int32), mask=is_context)
