@@ -313,7 +313,7 @@ class AutoDraftLen(DraftLen):
 
     def _decide(self, shape: StepShape) -> None:
         if not self._trials:
-            best = self._best(self._speeds(shape, self._allowed))
+            best = self._best(self._outlooks[shape].speeds)
             if self._before_trials is not None:
                 self._end_trials(shape, best)
             elif best == 0 < self.chosen:

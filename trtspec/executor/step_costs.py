@@ -173,7 +173,9 @@ class StepCosts:
         """
         share = 1 if draft_len else HOST_AT_REST
         hosts = self._hosts.get(shape)
-        return fmean([max(device, share * host) for host in hosts]) if hosts else device
+        if not hosts or share * max(hosts) <= device:
+            return device
+        return fmean([max(device, share * host) for host in hosts])
 
     def _measured(self, shape: StepShape | None, context: float) -> dict[int, float]:
         cells = {} if shape is None else self._cells.get(shape, {})
