@@ -322,13 +322,27 @@ __global__ void __launch_bounds__(kWarps * 32)
     rest_rows<kGroups, kNorm, kWarps, kRows, 1>(p, resting, of_warp, scales, warp, lane, more);
   }
 
+  // Of each tile a thread finishes two outputs of one row at most.
+  static_assert(8 * kFp8Rows <= kWarps * 32);
+  const int own_row = threadIdx.x % 8, own_m = threadIdx.x / 8;
+  const bool finishes = own_m < p.rows;
   int stage = 0, parity = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= 1) {
     float acc[4] = {};
     int n_lo, n_hi;
-    tile_rows<E>(p, tile, g, n_lo, n_hi);
-    const float* const lo_scales = p.scales + static_cast<int64_t>(min(n_lo, p.n - 1)) * p.groups;
-    const float* const hi_scales = p.scales + static_cast<int64_t>(min(n_hi, p.n - 1)) * p.groups;
+    tile_rows<E>(p, tile, own_row, n_lo, n_hi);
+    Ending<bf16> ending;
+    float own_lo_scale = 1.0f, own_hi_scale = 1.0f;
+    if (finishes) {
+      ending = ending_of<bf16, E>(p, own_m, n_lo, n_hi);
+      if constexpr (!kGroups) {
+        own_lo_scale = p.scales[min(n_lo, p.n - 1)], own_hi_scale = p.scales[min(n_hi, p.n - 1)];
+      }
+    }
+    int read_lo, read_hi;  // the rows of weights that this thread multiplies
+    tile_rows<E>(p, tile, g, read_lo, read_hi);
+    const float* const lo_scales = p.scales + static_cast<int64_t>(min(read_lo, p.n - 1)) * p.groups;
+    const float* const hi_scales = p.scales + static_cast<int64_t>(min(read_hi, p.n - 1)) * p.groups;
     float lo_next = 1.0f, hi_next = 1.0f;
     auto fetch_scales = [&](int step) {
       if constexpr (kGroups) {
@@ -356,19 +370,16 @@ __global__ void __launch_bounds__(kWarps * 32)
     sums[parity][warp][g + 8][t * 2] = acc[2];
     sums[parity][warp][g + 8][t * 2 + 1] = acc[3];
     __syncthreads();
-    for (int i = threadIdx.x; i < 8 * p.rows; i += kWarps * 32) {
-      const int row = i % 8, m = i / 8;
-      float lo = 0.0f, hi = 0.0f;
+    if (!finishes) continue;
+    float lo = 0.0f, hi = 0.0f;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        lo += sums[parity][w][row][m];
-        hi += sums[parity][w][row + 8][m];
-      }
-      tile_rows<E>(p, tile, row, n_lo, n_hi);
-      lo *= scales[m], hi *= scales[m];
-      if constexpr (!kGroups) lo *= p.scales[min(n_lo, p.n - 1)], hi *= p.scales[min(n_hi, p.n - 1)];
-      finish<bf16, E>(p, m, n_lo, n_hi, lo, hi);
+    for (int w = 0; w < kWarps; ++w) {
+      lo += sums[parity][w][own_row][own_m];
+      hi += sums[parity][w][own_row + 8][own_m];
     }
+    lo *= scales[own_m], hi *= scales[own_m];
+    if constexpr (!kGroups) lo *= own_lo_scale, hi *= own_hi_scale;
+    finish<bf16, E>(p, own_m, n_lo, n_hi, lo, hi, ending);
   }
 }
 

@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(kWarps * 32)
     for (int i = 0; i < 2; ++i) {
       const int m = t * 2 + i;
       if (m < p.rows) {
-        finish<T, Epilogue::kPlain>(p, m, n_lo, n_hi, acc[i] * scales[i], acc[2 + i] * scales[i]);
+        finish<T, Epilogue::kPlain>(p, m, n_lo, n_hi, acc[i] * scales[i], acc[2 + i] * scales[i],
+                                    ending_of<T, Epilogue::kPlain>(p, m, n_lo, n_hi));
       }
     }
   }

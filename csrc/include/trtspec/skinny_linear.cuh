@@ -160,13 +160,11 @@ __device__ inline T rounded(float x, bool finite) {
   return finite && !(fabsf(to_float(value)) < INFINITY) ? from_float<T>(0.0f) : value;
 }
 
-// RoPE: turns numbers d and d + dim/2 of a head of queries or keys.
+// RoPE: turns numbers d and d + dim/2 of a head of queries or keys. The table's values are rounded as the
+// model's dtype holds them.
 template <typename T>
-__device__ inline void rotate(const LinearParams& p, int m, int d, float& lo, float& hi) {
-  const float* table = p.cos_sin + p.positions[m] * p.dim + d;
-  // Rounded as the model's dtype holds them.
-  const float cosine = to_float(from_float<T>(table[0]));
-  const float sine = to_float(from_float<T>(table[p.dim / 2]));
+__device__ inline void rotate(float cosine, float sine, float& lo, float& hi) {
+  cosine = to_float(from_float<T>(cosine)), sine = to_float(from_float<T>(sine));
   const float rotated = lo * cosine - hi * sine;
   hi = hi * cosine + lo * sine;
   lo = rotated;
@@ -185,30 +183,56 @@ __device__ inline T* rope_target(const LinearParams& p, int m, int n) {
   return static_cast<T*>(p.v_cache) + slot * p.v_slot_stride + (head - p.kv_heads) * p.v_head_stride + d;
 }
 
-// lo and hi are the sums of outputs n_lo and n_hi of row m.
+// What the sums of outputs n_lo and n_hi of a row meet. It is read before they are complete: otherwise
+// each block would wait for memory once more at its end.
+template <typename T>
+struct Ending {
+  float bias_lo, bias_hi, residual_lo, residual_hi;
+  float cosine, sine;
+  bool turns;  // by RoPE: queries and keys do
+  T* target;
+};
+
+// Reads what the previous kernel may have written.
 template <typename T, Epilogue E>
-__device__ inline void finish(const LinearParams& p, int m, int n_lo, int n_hi, float lo,
-                              float hi) {
+__device__ inline Ending<T> ending_of(const LinearParams& p, int m, int n_lo, int n_hi) {
+  Ending<T> end = {};
   if (p.bias != nullptr) {
     const T* bias = static_cast<const T*>(p.bias);
-    lo += to_float(bias[min(n_lo, p.n - 1)]);
-    hi += to_float(bias[min(n_hi, p.n - 1)]);
+    end.bias_lo = to_float(bias[min(n_lo, p.n - 1)]);
+    end.bias_hi = to_float(bias[min(n_hi, p.n - 1)]);
   }
+  if constexpr (E == Epilogue::kResidual) {
+    const T* residual = static_cast<const T*>(p.residual) + m * p.residual_stride;
+    if (n_lo < p.n) end.residual_lo = to_float(residual[n_lo]);
+    if (n_hi < p.n) end.residual_hi = to_float(residual[n_hi]);
+  }
+  if constexpr (E == Epilogue::kRope) {
+    end.turns = n_lo < (p.q_heads + p.kv_heads) * p.dim;
+    if (end.turns) {
+      const float* table = p.cos_sin + p.positions[m] * p.dim + n_lo % p.dim;
+      end.cosine = table[0], end.sine = table[p.dim / 2];
+    }
+    end.target = rope_target<T>(p, m, n_lo);
+  }
+  return end;
+}
+
+// lo and hi are the sums of outputs n_lo and n_hi of row m.
+template <typename T, Epilogue E>
+__device__ inline void finish(const LinearParams& p, int m, int n_lo, int n_hi, float lo, float hi,
+                              const Ending<T>& end) {
+  if (p.bias != nullptr) lo += end.bias_lo, hi += end.bias_hi;
   T* out = static_cast<T*>(p.out) + m * p.out_stride;
   if constexpr (E == Epilogue::kGated) {
     if (n_lo < p.n / 2) out[n_lo] = from_float<T>(activate(lo, p.is_gelu) * hi);
   } else if constexpr (E == Epilogue::kRope) {
     if (p.keeps_finite) lo = finite_or_zero(lo), hi = finite_or_zero(hi);
-    if (n_lo < (p.q_heads + p.kv_heads) * p.dim) rotate<T>(p, m, n_lo % p.dim, lo, hi);
-    T* target = rope_target<T>(p, m, n_lo);
-    target[0] = rounded<T>(lo, p.keeps_finite);
-    target[p.dim / 2] = rounded<T>(hi, p.keeps_finite);
+    if (end.turns) rotate<T>(end.cosine, end.sine, lo, hi);
+    end.target[0] = rounded<T>(lo, p.keeps_finite);
+    end.target[p.dim / 2] = rounded<T>(hi, p.keeps_finite);
   } else {
-    if constexpr (E == Epilogue::kResidual) {
-      const T* residual = static_cast<const T*>(p.residual) + m * p.residual_stride;
-      if (n_lo < p.n) lo += to_float(residual[n_lo]);
-      if (n_hi < p.n) hi += to_float(residual[n_hi]);
-    }
+    if constexpr (E == Epilogue::kResidual) lo += end.residual_lo, hi += end.residual_hi;
     if (n_lo < p.n) out[n_lo] = from_float<T>(lo);
     if (n_hi < p.n) out[n_hi] = from_float<T>(hi);
     if constexpr (E == Epilogue::kResidual) {
@@ -243,6 +267,14 @@ __global__ void __launch_bounds__(kWarps * 32) skinny_linear(const __grid_consta
   fetch(begin);
   wait_for_previous();
   let_next_start();
+  // A thread finishes two outputs of one row at most.
+  static_assert(kColumns * 8 * 8 <= kWarps * 32);
+  const int own_row = threadIdx.x % 8, own_m = threadIdx.x / 8;
+  const bool finishes = own_m < p.rows;
+  int n_lo, n_hi;
+  tile_rows<E>(p, blockIdx.x, own_row, n_lo, n_hi);
+  Ending<T> ending;
+  if (finishes) ending = ending_of<T, E>(p, own_m, n_lo, n_hi);
 
   // Two inputs side by side: the warps divide evenly, so a warp reads one of them.
   const bool second = begin * 32 >= p.k_split;
@@ -295,34 +327,30 @@ __global__ void __launch_bounds__(kWarps * 32) skinny_linear(const __grid_consta
   }
   __syncthreads();
 
-  for (int i = threadIdx.x; i < 8 * p.rows; i += kWarps * 32) {
-    const int row = i % 8, m = i / 8;
-    float total_lo = 0.0f, total_hi = 0.0f;
-    if constexpr (kNorm) {
-      const bool two = p.k_split < p.k;
-      float scale = 1.0f;
+  if (!finishes) return;
+  float total_lo = 0.0f, total_hi = 0.0f;
+  if constexpr (kNorm) {
+    const bool two = p.k_split < p.k;
+    float scale = 1.0f;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        if (w == 0 || (two && w == kWarps / 2)) {  // the scale of this input
-          const int last = two ? w + kWarps / 2 : kWarps;
-          float total = 0.0f;
-          for (int v = w; v < last; ++v) total += squares_of[v][m];
-          scale = rsqrtf(total / static_cast<float>(two && w > 0 ? p.k - p.k_split : p.k_split) + p.eps);
-        }
-        total_lo += scale * sums[w][row][m];
-        total_hi += scale * sums[w][row + 8][m];
+    for (int w = 0; w < kWarps; ++w) {
+      if (w == 0 || (two && w == kWarps / 2)) {  // the scale of this input
+        const int last = two ? w + kWarps / 2 : kWarps;
+        float total = 0.0f;
+        for (int v = w; v < last; ++v) total += squares_of[v][own_m];
+        scale = rsqrtf(total / static_cast<float>(two && w > 0 ? p.k - p.k_split : p.k_split) + p.eps);
       }
-    } else {
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        total_lo += sums[w][row][m];
-        total_hi += sums[w][row + 8][m];
-      }
+      total_lo += scale * sums[w][own_row][own_m];
+      total_hi += scale * sums[w][own_row + 8][own_m];
     }
-    int n_lo, n_hi;
-    tile_rows<E>(p, blockIdx.x, row, n_lo, n_hi);
-    finish<T, E>(p, m, n_lo, n_hi, total_lo, total_hi);
+  } else {
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      total_lo += sums[w][own_row][own_m];
+      total_hi += sums[w][own_row + 8][own_m];
+    }
   }
+  finish<T, E>(p, own_m, n_lo, n_hi, total_lo, total_hi, ending);
 }
 
 }  // namespace trtspec

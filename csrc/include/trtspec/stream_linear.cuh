@@ -154,8 +154,17 @@ __global__ void __launch_bounds__(kWarps * 32)
     }
   }
 
+  // Of each turn's outputs a thread finishes two of one row at most.
+  static_assert(8 * kTiles * kRows <= kWarps * 32);
+  const int own_row = threadIdx.x % 8, own_tile = threadIdx.x / 8 % kTiles;
+  const int own_m = threadIdx.x / (8 * kTiles);
+  const bool finishes = own_m < p.rows;
   int stage = 0, parity = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= kSums - 1) {
+    int n_lo, n_hi;
+    tile_rows<E>(p, tile * kTiles + own_tile, own_row, n_lo, n_hi);
+    Ending<T> ending;
+    if (finishes) ending = ending_of<T, E>(p, own_m, n_lo, n_hi);
     float acc[kTiles][kColumns][4] = {};
     for (int step = begin; step < end; ++step) {
       copies_wait<kDepth - 1>();
@@ -198,20 +207,16 @@ __global__ void __launch_bounds__(kWarps * 32)
       }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < 8 * kTiles * p.rows; i += kWarps * 32) {
-      const int row = i % 8, of_tile = i / 8 % kTiles, m = i / (8 * kTiles);
-      float lo = 0.0f, hi = 0.0f;
+    if (!finishes) continue;
+    float lo = 0.0f, hi = 0.0f;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        float scale = 1.0f;
-        if constexpr (kNorm) scale = scales[kNorms == 2 && w >= kWarps / 2][m];
-        lo = fmaf(scale, sums[parity][w][of_tile * kTile + row][m], lo);
-        hi = fmaf(scale, sums[parity][w][of_tile * kTile + row + 8][m], hi);
-      }
-      int n_lo, n_hi;
-      tile_rows<E>(p, tile * kTiles + of_tile, row, n_lo, n_hi);
-      finish<T, E>(p, m, n_lo, n_hi, lo, hi);
+    for (int w = 0; w < kWarps; ++w) {
+      float scale = 1.0f;
+      if constexpr (kNorm) scale = scales[kNorms == 2 && w >= kWarps / 2][own_m];
+      lo = fmaf(scale, sums[parity][w][own_tile * kTile + own_row][own_m], lo);
+      hi = fmaf(scale, sums[parity][w][own_tile * kTile + own_row + 8][own_m], hi);
     }
+    finish<T, E>(p, own_m, n_lo, n_hi, lo, hi, ending);
   }
 }
 

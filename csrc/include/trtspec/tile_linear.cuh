@@ -44,19 +44,48 @@ __device__ inline void add_pair(float2& sum, const float* from) {
   sum.x += more.x, sum.y += more.y;
 }
 
-// Two neighbouring sums each of outputs n_lo and n_hi of row m; `residual` is what they are added to.
+// As `Ending`, of two neighbours each. Pairs of T are packed.
+template <typename T>
+struct PairEnding {
+  uint32_t bias_lo, bias_hi, residual_lo, residual_hi;
+  float2 cosine, sine;
+  bool turns;
+  T* target;
+};
+
+template <typename T, Epilogue E>
+__device__ inline PairEnding<T> pair_ending_of(const LinearParams& p, int m, int n_lo, int n_hi) {
+  PairEnding<T> end = {};
+  auto pair = [](const T* at) { return *reinterpret_cast<const uint32_t*>(at); };
+  if (p.bias != nullptr) {
+    const T* const bias = static_cast<const T*>(p.bias);
+    end.bias_lo = pair(bias + n_lo), end.bias_hi = pair(bias + n_hi);
+  }
+  if constexpr (E == Epilogue::kResidual) {
+    const T* const residual = static_cast<const T*>(p.residual) + m * p.residual_stride;
+    end.residual_lo = pair(residual + n_lo), end.residual_hi = pair(residual + n_hi);
+  }
+  if constexpr (E == Epilogue::kRope) {
+    end.turns = n_lo < (p.q_heads + p.kv_heads) * p.dim;
+    if (end.turns) {
+      const float* const table = p.cos_sin + p.positions[m] * p.dim + n_lo % p.dim;
+      end.cosine = *reinterpret_cast<const float2*>(table);
+      end.sine = *reinterpret_cast<const float2*>(table + p.dim / 2);
+    }
+    end.target = rope_target<T>(p, m, n_lo);
+  }
+  return end;
+}
+
+// Two neighbouring sums each of outputs n_lo and n_hi of row m.
 template <typename T, Epilogue E>
 __device__ inline void finish_pair(const LinearParams& p, int m, int n_lo, int n_hi, float2 lo,
-                                   float2 hi, uint32_t residual_lo, uint32_t residual_hi) {
+                                   float2 hi, const PairEnding<T>& end) {
   auto add = [](float2& sum, uint32_t other) {
     const float2 v = unpack(other, T());
     sum.x += v.x, sum.y += v.y;
   };
-  if (p.bias != nullptr) {
-    const T* bias = static_cast<const T*>(p.bias);
-    add(lo, *reinterpret_cast<const uint32_t*>(bias + n_lo));
-    add(hi, *reinterpret_cast<const uint32_t*>(bias + n_hi));
-  }
+  if (p.bias != nullptr) add(lo, end.bias_lo), add(hi, end.bias_hi);
   auto store = [](T* at, float2 v) { *reinterpret_cast<uint32_t*>(at) = pack(v.x, v.y, T()); };
   T* const out = static_cast<T*>(p.out) + m * p.out_stride;
   if constexpr (E == Epilogue::kGated) {
@@ -66,16 +95,15 @@ __device__ inline void finish_pair(const LinearParams& p, int m, int n_lo, int n
       lo = {finite_or_zero(lo.x), finite_or_zero(lo.y)};
       hi = {finite_or_zero(hi.x), finite_or_zero(hi.y)};
     }
-    if (n_lo < (p.q_heads + p.kv_heads) * p.dim) {
-      rotate<T>(p, m, n_lo % p.dim, lo.x, hi.x);
-      rotate<T>(p, m, n_lo % p.dim + 1, lo.y, hi.y);
+    if (end.turns) {
+      rotate<T>(end.cosine.x, end.sine.x, lo.x, hi.x);
+      rotate<T>(end.cosine.y, end.sine.y, lo.y, hi.y);
     }
-    T* const target = rope_target<T>(p, m, n_lo);
     auto held = [&](float x) { return to_float(rounded<T>(x, p.keeps_finite)); };
-    store(target, {held(lo.x), held(lo.y)});
-    store(target + p.dim / 2, {held(hi.x), held(hi.y)});
+    store(end.target, {held(lo.x), held(lo.y)});
+    store(end.target + p.dim / 2, {held(hi.x), held(hi.y)});
   } else {
-    if constexpr (E == Epilogue::kResidual) add(lo, residual_lo), add(hi, residual_hi);
+    if constexpr (E == Epilogue::kResidual) add(lo, end.residual_lo), add(hi, end.residual_hi);
     store(out + n_lo, lo);
     store(out + n_hi, hi);
     if constexpr (E == Epilogue::kResidual) {
@@ -191,16 +219,12 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
     tile_rows<E>(p, first_tile + pair / 4, pair % 4 * 2, n_lo, n_hi);
     return i < kOwnRows * kPairs && first_row + row < p.rows && first_tile + pair / 4 < p.n / kTile;
   };
-  uint32_t residual_lo[kItems] = {}, residual_hi[kItems] = {};
-  if constexpr (E == Epilogue::kResidual) {
+  PairEnding<T> endings[kItems];
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) {
-      int row, column, n_lo, n_hi;
-      if (!item(j, row, column, n_lo, n_hi)) continue;
-      const T* from = static_cast<const T*>(p.residual) + (first_row + row) * p.residual_stride;
-      residual_lo[j] = *reinterpret_cast<const uint32_t*>(from + n_lo);
-      residual_hi[j] = *reinterpret_cast<const uint32_t*>(from + n_hi);
-    }
+  for (int j = 0; j < kItems; ++j) {
+    int row, column, n_lo, n_hi;
+    if (!item(j, row, column, n_lo, n_hi)) continue;
+    endings[j] = pair_ending_of<T, E>(p, first_row + row, n_lo, n_hi);
   }
 
   float acc[kBlocks][kOuts / 8][4] = {};
@@ -343,7 +367,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
       normalise(1, more_lo, more_hi);
       lo.x += more_lo.x, lo.y += more_lo.y, hi.x += more_hi.x, hi.y += more_hi.y;
     }
-    finish_pair<T, E>(p, first_row + row, n_lo, n_hi, lo, hi, residual_lo[j], residual_hi[j]);
+    finish_pair<T, E>(p, first_row + row, n_lo, n_hi, lo, hi, endings[j]);
   }
   // Others may still be reading this block's sums.
   if constexpr (kSplit > 1) cooperative_groups::this_cluster().sync();
