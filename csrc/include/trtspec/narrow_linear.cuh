@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   enter_tile();
 #pragma unroll
   for (int i = 0; i < kDepth; ++i) fetch(i);
+  if constexpr (kNorm) ask_for_norms<T, kWarps>(p);
   wait_for_previous();
   let_next_start();
   if constexpr (kNorm) {

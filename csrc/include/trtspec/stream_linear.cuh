@@ -12,6 +12,17 @@ namespace trtspec {
 
 constexpr int kPad = 64;  // bytes between rows in shared memory, so that banks do not collide
 
+// Asks L2 for the norms' weights that this thread will read in make_resident. No kernel writes them.
+template <typename T, int kWarps>
+__device__ inline void ask_for_norms(const LinearParams& p) {
+  if (p.norm0 == nullptr) return;
+  for (int k = threadIdx.x * 8; k < p.k; k += kWarps * 256) {
+    const T* norm = static_cast<const T*>(p.norm0) + k;
+    if (k >= p.k_split) norm = static_cast<const T*>(p.norm1) + k - p.k_split;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(norm));
+  }
+}
+
 // x times the norm's weights into shared memory, and the sums of the squares of x: the norm's scale is
 // applied to the finished sums. squares_of: [input][warp][row]. As many pieces of each row as inputs are
 // asked for at once. Without a norm x rests there as it is.
@@ -133,6 +144,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   if (begin == end) next_tile = tiles;
 #pragma unroll
   for (int i = 0; i < kDepth; ++i) fetch_weights(i);
+  if constexpr (kNorm) ask_for_norms<T, kWarps>(p);
   wait_for_previous();
   let_next_start();
   int x_step = begin;  // of the next fetch of x
