@@ -189,7 +189,7 @@ template <typename T>
 struct Ending {
   float bias_lo, bias_hi, residual_lo, residual_hi;
   float cosine, sine;
-  bool turns;  // by RoPE: queries and keys do
+  bool turns;  // whether RoPE turns them: queries and keys
   T* target;
 };
 
