@@ -16,14 +16,16 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
+import typer
 
 import trtspec
 from trtspec import cli
 from trtspec.api.outputs import CompletionOutput, EngineStats, RequestOutput, SpecStats
 from trtspec.api.sampling_params import SamplingParams
 from trtspec.cli import render, status
+from trtspec.cli.app import app
 from trtspec.cli.engine import make_spec_config, parse_mode
-from trtspec.cli.errors import CliError
+from trtspec.cli.errors import OTHER_NAMES, CliError
 from trtspec.cli.options import SPECULATIVE_NAMES, EngineOptions
 from trtspec.data.prompts import DEMO_PROMPTS, PROMPT_SETS
 from trtspec.errors import CheckpointError, RequestError
@@ -880,6 +882,31 @@ def test_ctrl_c_while_importing_exits_130_quietly(tmp_path):
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
     done = start("-m", "trtspec.cli", "--version", path=[tmp_path])
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+# -- options -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("serve m --max-num-seqs 4", "--max-num-seqs. Use --max-batch-size. (trtspec serve --help"),
+        ("serve m --max_model_len=4", "--max_model_len. Use --max-seq-len. "),
+        ("serve --model m", "--model. Use the argument model. "),
+        ("doctor --model m", "--model. Use --target. "),
+        ("bench --tp_size 2", "--tp_size. Use --tp. (trtspec bench --help lists the options)"),
+        ("generate --json_file f", "--json_file. Use --json-file. "),
+        ("generate --max-model-len 4", "--max-model-len (Possible options: "),
+        ("generate --nothing-like-it", "--nothing-like-it (trtspec generate --help lists"),
+    ],
+)
+def test_an_unknown_option_names_ours_and_the_help_of_its_command(capsys, arguments, expected):
+    code = cli.main(arguments.split())
+    assert code == 2 and f"No such option: {expected}" in error_line(capsys.readouterr().err)
+
+
+def test_our_names_for_options_of_others_exist():
+    commands = typer.main.get_command(app).commands.values()
+    offered = {name for command in commands for param in command.params for name in param.opts}
+    assert {word for words in OTHER_NAMES.values() for word in words} <= offered
 
 
 # -- where output goes -------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from .errors import (
     drop_unwritten,
     exit_code_of,
     message_of,
+    message_of_parser,
     prepare_streams,
     show_error,
 )
@@ -44,6 +45,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 # Their defaults, where a command has others than `EngineOptions`.
@@ -223,8 +225,7 @@ def run(arguments: Sequence[str]) -> int:
         drop_unwritten()
         return EXIT_FAILED
     except PARSE_ERROR as error:
-        message = getattr(error, "format_message", error.__str__)()
-        show_error(f"{message} (trtspec --help lists the commands and options)")
+        show_error(message_of_parser(error))
         return EXIT_USAGE
     except USER_ERRORS as error:
         drop_unwritten()

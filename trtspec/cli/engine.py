@@ -119,7 +119,11 @@ def _check_companions(
 ) -> None:
     """Raises CliError for an option that this way of drafting has no use for."""
     if options.draft_model is not None and not mode.is_draft_target():
-        instead = " Give its directory with --head." if reads_head else ""
+        instead = (
+            " Give its directory with --head."
+            if reads_head
+            else " One that drafts goes with --speculative draft_target."
+        )
         raise CliError(f"--draft-model was given, but {mode.name} drafts without a model.{instead}")
     if options.head is not None and not reads_head:
         raise CliError(

@@ -10,6 +10,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 
 import typer
@@ -41,6 +42,25 @@ USER_ERRORS: tuple[type[Exception], ...] = (
 )
 
 
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "--enable-expert-parallel": ("--ep",),
+    "--ep-size": ("--ep",),
+    "--gpu-memory-utilization": ("--free-gpu-memory-fraction",),
+    "--kv-cache-free-gpu-memory-fraction": ("--free-gpu-memory-fraction",),
+    "--max-model-len": ("--max-seq-len",),
+    "--max-num-seqs": ("--max-batch-size",),
+    "--model": ("--target", "model"),
+    "--no-enable-prefix-caching": ("--no-block-reuse",),
+    "--num-speculative-tokens": ("--max-draft-len",),
+    "--quantization": ("--quant",),
+    "--speculative-config": ("--speculative", "--head", "--draft-model", "--max-draft-len"),
+    "--speculative-model": ("--head", "--draft-model"),
+    "--target": ("--model",),
+    "--tp-size": ("--tp",),
+}
+"""Options of vLLM's, of TensorRT-LLM's and of our other commands, with what a command may have for
+the same. Letters often mislead: `--max-n` is nearest to `--max-num-seqs`."""
+
 _UNWRITTEN = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO
 
 
@@ -54,6 +74,27 @@ def message_of(error: BaseException) -> str:
         where = error.filename or "the output"
         return f"{where} cannot be written: {error.strerror}. Make room, or write elsewhere."
     return str(error) or type(error).__name__
+
+
+def message_of_parser(error: Exception) -> str:
+    """Returns what is wrong with the arguments, and where the right ones are listed."""
+    context = getattr(error, "ctx", None)
+    command = "trtspec" if context is None else context.command_path
+    listed = "the commands" if command == "trtspec" else "the options"
+    message = _with_our_name(error) or getattr(error, "format_message", error.__str__)()
+    return f"{message} ({command} --help lists {listed})"
+
+
+def _with_our_name(error: Exception) -> str | None:
+    """Returns the message for an option that has another name here; None if it is not known."""
+    given, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if given is None or context is None:
+        return None
+    name = given.replace("_", "-")
+    allowed = {option for param in context.command.params for option in param.opts}
+    ours = [word for word in OTHER_NAMES.get(name, (name,)) if word in allowed - {given}]
+    named = ", ".join(word if word.startswith("-") else f"the argument {word}" for word in ours)
+    return f"No such option: {given}. Use {named}." if ours else None
 
 
 def _is_unwritten(error: BaseException) -> bool:
