@@ -288,8 +288,12 @@ def test_a_text_that_is_far_too_long_is_not_tokenised(
 
 
 def test_methods_paths_and_kinds(served: Served) -> None:
-    assert httpx.get(served.url + TEXT).status_code == 405
-    refused(httpx.get(served.url + "/nowhere"), 404)
+    reply = httpx.get(served.url + TEXT)
+    assert refused(reply, 405) == f"GET of '{TEXT}' is not allowed: use POST."
+    assert reply.headers["allow"] == "POST"
+    message = refused(httpx.get(served.url + "/chat/completions"), 404)
+    assert message.startswith("There is no '/chat/completions': the paths are /, ")
+    assert CHAT in message and "/health" in message and "/metrics" in message
     refused(httpx.get(served.url + "/v1/models/../../etc/passwd"), 404)
     body = json.dumps(BASE).encode()
     for kind in ("text/plain", "", "application/x-www-form-urlencoded"):

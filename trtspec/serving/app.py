@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 import trtspec
 
@@ -177,12 +178,21 @@ def _add_error_handlers(app: FastAPI) -> None:
 
         app.add_exception_handler(kind, handle)
 
-    def of_http(error: HTTPException) -> ApiError:
-        return ApiError(error.status_code, f"{error.detail}.", code=None)
+    async def of_http(request: Request, error: HTTPException) -> Response:
+        path, message = request.scope["path"][:100], f"{error.detail}."
+        headers = dict(error.headers or {})
+        if error.status_code == 404:
+            paths = sorted({route.path for route in app.routes if isinstance(route, Route)})
+            message = f"There is no {path!r}: the paths are {', '.join(paths)}."
+        elif error.status_code == 405 and "Allow" in headers:
+            message = f"{request.method[:20]} of {path!r} is not allowed: use {headers['Allow']}."
+        response = ApiError(error.status_code, message).response()
+        response.headers.update(headers)
+        return response
 
+    app.add_exception_handler(HTTPException, of_http)  # type: ignore[arg-type]
     on(ApiError, lambda error: error)
     on(TrtspecError, of_library)
-    on(HTTPException, of_http)
     # No one reads these; the status is that of other servers.
     on(ClientGone, lambda _: ApiError(499, "The client closed the connection."))
     on(ClientDisconnect, lambda _: ApiError(499, "The client closed the connection."))
