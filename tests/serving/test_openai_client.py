@@ -395,6 +395,11 @@ def test_json_schema(client: openai.OpenAI, is_streamed: bool) -> None:
         ({"guided_grammar": 'root ::= "x" | "true"'}, {"x", "true"}),
         ({"guided_json": {"enum": ["ab"]}}, {'"ab"'}),
         ({"response_format": {"type": "text"}, "guided_choice": ["a"]}, {"a"}),
+        (
+            {"structured_outputs": {"choice": ["ab12", "true"], "json_object": False}},
+            {"ab12", "true"},
+        ),
+        ({"structured_outputs": {"json": {"enum": ["ab"]}}}, {'"ab"'}),
     ],
 )
 def test_other_grammars(client: openai.OpenAI, extra: Any, allowed: set[str]) -> None:
@@ -403,7 +408,12 @@ def test_other_grammars(client: openai.OpenAI, extra: Any, allowed: set[str]) ->
 
 def test_a_wrong_grammar_is_status_400(client: openai.OpenAI) -> None:
     tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": "(("}}
-    for extra in ({"guided_regex": "(("}, {"guided_grammar": "x"}, {"response_format": tag}):
+    for extra in (
+        {"guided_regex": "(("},
+        {"guided_grammar": "x"},
+        {"response_format": tag},
+        {"structured_outputs": {"regex": "(("}},
+    ):
         for make in (ask, complete):
             for is_streamed in (False, True):
                 with pytest.raises(openai.BadRequestError, match="cannot be compiled") as error:

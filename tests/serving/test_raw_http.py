@@ -154,6 +154,13 @@ def test_what_is_not_json(served: Served, body: bytes) -> None:
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"guided_json": {}, "guided_regex": "a"}, None),
         ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "structured_outputs"),
+        (
+            {"structured_outputs": {"whitespace_pattern": "a"}},
+            "structured_outputs.whitespace_pattern",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),

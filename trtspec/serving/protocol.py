@@ -62,6 +62,17 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchema | None = None
 
 
+class StructuredOutputs(_Model):
+    """A grammar in vLLM's form; the fields are those of `GuidedDecodingParams`."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
 class GenerationRequest(_Model):
     """Fields of both endpoints."""
 
@@ -90,6 +101,7 @@ class GenerationRequest(_Model):
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
     include_token_sources: bool = False
     prompt_logprobs: int | None = None

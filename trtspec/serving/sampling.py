@@ -137,6 +137,8 @@ def grammar_field(request: GenerationRequest) -> str | None:
 
 def _grammar_fields(request: GenerationRequest) -> list[str]:
     fields = [field for field in _GUIDED if getattr(request, field) is not None]
+    if request.structured_outputs is not None:
+        fields.append("structured_outputs")
     if request.response_format is not None and request.response_format.type != "text":
         fields.append("response_format")
     if isinstance(request, ChatRequest) and request.forces_calls:
@@ -160,6 +162,9 @@ def _guided(
         given: dict[str, Any] = {"structural_tag": tag}
     elif name == "response_format" and form is not None:
         given = _of_format(form)
+    elif name == "structured_outputs" and request.structured_outputs is not None:
+        asked = request.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+        given = {field: value for field, value in asked.items() if value is not False}
     else:
         given = {_GUIDED[name]: getattr(request, name)}
     try:
