@@ -19,7 +19,13 @@ def _python_blocks(page: str) -> list[str]:
 @pytest.mark.model
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/adding_a_drafter.md", "docs/draft_heads.md", "docs/prefix_cache.md"],
+    [
+        "README.md",
+        "docs/adding_a_drafter.md",
+        "docs/draft_heads.md",
+        "docs/guided_decoding.md",
+        "docs/prefix_cache.md",
+    ],
 )
 def test_python_blocks_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = _python_blocks(page)
@@ -38,10 +44,24 @@ def test_embedding_example_is_short_and_speculates() -> None:
     assert "lazy dog" in done.stdout and passes < tokens / 2
 
 
+def _anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = [re.sub(r"[^\w\- ]", "", h.lower()) for h in re.findall(r"^#+ (.*)$", text, re.M)]
+    return {heading.strip().replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "trtspec").rglob("*.md")]
+    num_anchors = 0
+    for page in pages:
+        for file, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+            target = page.parent / file if file else page
+            assert target.exists(), f"{page.name} links to {file}"
+            if anchor:
+                num_anchors += 1
+                assert anchor in _anchors(target), f"{page.name} links to {file}#{anchor}"
+    assert num_anchors > 100
 
 
 @pytest.mark.parametrize("room", ["executor", "serving"])
