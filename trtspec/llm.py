@@ -81,10 +81,12 @@ class LLM:
 
     @property
     def mode(self) -> SpeculativeDecodingMode:
+        """Where drafts come from; NONE without speculation."""
         return self.executor.mode
 
     @property
     def max_draft_len(self) -> int:
+        """K, draft tokens per request and step; 0 without speculation."""
         return self.executor.max_draft_len
 
     @property
@@ -194,10 +196,12 @@ class LLM:
         return self.inputs.encode_rendered(self.inputs.render_chat(messages))
 
     def stats(self) -> EngineStats:
+        """Returns totals since the engine started or `reset_stats`."""
         with self.lock:
             return self.executor.stats()
 
     def reset_stats(self) -> None:
+        """Begins the totals of `stats` anew."""
         with self.lock:
             self.executor.reset_stats()
 

@@ -29,6 +29,7 @@ class SpecStats:
 
     @property
     def num_accepted_draft_tokens(self) -> int:
+        """Drafts that were accepted, in all steps."""
         return sum(i * steps for i, steps in enumerate(self.acceptance_histogram))
 
 
@@ -89,6 +90,7 @@ class PrefixCacheStats:
 
     @property
     def hit_rate(self) -> float:
+        """Share of the queried tokens that were found, 0 … 1."""
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
 

@@ -301,7 +301,11 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class UserProvidedDecodingConfig(DecodingBaseConfig):
-    """Drafts come from a `Drafter` on the host. Steps cannot overlap; the executor says so once."""
+    """Drafts come from a `Drafter` on the host. Steps cannot overlap; the executor says so once.
+
+    Args:
+        drafter: an object with the method of `Drafter`.
+    """
 
     drafter: Any = None
 
@@ -388,6 +392,8 @@ class EagleDecodingConfig(HeadDecodingConfig):
             of its own (EAGLE3), for comparison.
         eagle3_layers_to_capture: target layers whose output the head reads, 0-based; None is what
             the head's config says, else 1, L/2-1 and L-4.
+        sa_config, draft_window: suffix lookup beside the head, and how far back it sees
+            (`HeadDecodingConfig`).
     """
 
     eagle3_one_model: bool = True
@@ -424,6 +430,8 @@ class DFlashDecodingConfig(HeadDecodingConfig):
         speculative_model: the head's directory, z-lab's or speculators format.
         target_layer_ids: target layers whose output the head reads, 0-based; None is what the
             head's config says.
+        sa_config, draft_window: suffix lookup beside the head, and how far back it sees
+            (`HeadDecodingConfig`).
     """
 
     target_layer_ids: Sequence[int] | None = None
@@ -444,7 +452,11 @@ class DFlashDecodingConfig(HeadDecodingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkDecodingConfig(DFlashDecodingConfig):
-    """A DSpark head drafts as a DFlash head does, each draft with a bias by the one before it."""
+    """A DSpark head drafts as a DFlash head does, each draft with a bias by the one before it.
+
+    Its fields are those of `DFlashDecodingConfig`. The last token's row may propose too: then
+    `max_draft_len=0` is as many drafts as the block has rows.
+    """
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.DSPARK
     decoding_type: ClassVar[str] = "DSpark"
@@ -473,6 +485,8 @@ class MTPDecodingConfig(HeadDecodingConfig):
         relaxed_topk: such a draft is among that many of the target's best tokens …
         relaxed_delta: … and its probability at most that much below the best one's.
         begin_thinking_phase_token, end_thinking_phase_token: token ids (DeepSeek-R1's by default).
+        sa_config, draft_window: suffix lookup beside the head, and how far back it sees
+            (`HeadDecodingConfig`).
     """
 
     num_nextn_predict_layers: int = 1

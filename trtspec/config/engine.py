@@ -190,8 +190,8 @@ class EngineConfig:
             "torchrun" has started them. None is "torchrun" where torchrun is at work, else "mp".
         pipeline_parallel_size: only 1.
         guided_masked_drafts: how many drafts of a step follow the grammar, the first ones.
-            The host writes their masks while a drafter's passes run. None is all. The output is the
-            same.
+            The host writes their masks while a drafter's passes run. None is all. No output
+            changes but that of seeded requests under "rejection" and "block".
 
     Raises:
         ConfigError: a value is of the wrong type, or out of a range that no model widens.

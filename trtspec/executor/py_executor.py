@@ -261,6 +261,7 @@ class PyExecutor:
 
     @property
     def has_work(self) -> bool:
+        """Whether a request waits or runs, or a step is not read yet."""
         waiting = self.book.held or self.scheduler.waiting
         return bool(waiting or self.scheduler.running or self._pending)
 
@@ -577,11 +578,13 @@ class PyExecutor:
         self.book.on_finish = None if observer is None else self._watch.add_finished
 
     def stats(self) -> EngineStats:
+        """Returns totals since the engine started or `reset_stats`."""
         stats = self.statistics.summary(self.forced_acceptance, self.kv_cache)
         looked_up = self._num_looked_up() - self._looked_up_before
         return replace(stats, num_looked_up_drafts=max(0, looked_up))
 
     def reset_stats(self) -> None:
+        """Begins the totals of `stats` anew."""
         self._looked_up_before = self._num_looked_up()
         self.statistics.reset(self.kv_cache.num_evicted_blocks)
 

@@ -44,7 +44,9 @@ class CapturedHiddenStates:
 
 @dataclass
 class SpecMetadata:
-    """Sizes: B requests, C contexts, G = B - C generations, K draft tokens, R = C + G*(K+1).
+    """What a worker reads of a step beside logits and attention: TensorRT-LLM's record, and more.
+
+    Sizes: B requests, C contexts, G = B - C generations, K draft tokens, R = C + G*(K+1).
 
     Raises:
         ConfigError: a size is negative, or max_total_draft_tokens < max_draft_len.
