@@ -63,8 +63,8 @@ class EngineOptions:
             metavar="<int>|auto",
             help="Draft tokens per step, K; auto chooses it while serving. Default: ngram and "
             "auto 6, sa 16, mtp 1, mtp_eagle 1 (3 with the package's head), dflash and dspark what "
-            "fills a block, the others 4; an EAGLE head may say its own; demo 3. On one GPU the "
-            "package's EAGLE-3 and DSpark heads take that as the most, as with auto.",
+            "fills a block, the others 4; an EAGLE head may say its own; demo 3. Left out on one "
+            "GPU, the package's EAGLE-3 and DSpark heads choose K as with auto, up to that.",
         ),
     ] = None
     draft_len_schedule: Annotated[
