@@ -292,7 +292,10 @@ def test_an_engine_s_arguments_are_the_fields_of_its_config(model_dir: Path) -> 
     assert arguments == list(inspect.signature(EngineConfig).parameters.values())
     by_place = [a.name for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
     assert by_place == ["model", "speculative_config", "device", "dtype"]
-    with pytest.raises(TypeError, match=r"^LLM\.__init__\(\) got an unexpected .* 'max_batch'"):
+    with pytest.raises(
+        TypeError,
+        match=r"^LLM\.__init__\(\) got an unexpected .* 'max_batch' \(known: .*max_batch_size.*\)",
+    ):
         LLM(model_dir, max_batch=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^LLM\.__init__\(\) missing 1 required .* 'model'"):
         LLM()  # type: ignore[call-arg]

@@ -306,7 +306,11 @@ def _make(record: Callable[P, Any], caller: str, /, *args: P.args, **kwargs: P.k
         ours = f"{getattr(record, '__name__', '')}.__init__()"
         if not str(error).startswith(ours):
             raise
-        raise TypeError(str(error).replace(ours, f"{caller}()", 1)) from None
+        message = str(error).replace(ours, f"{caller}()", 1)
+        if "unexpected keyword argument" in message:
+            known = ", ".join(sorted(inspect.signature(record).parameters))
+            message += f" (known: {known})"
+        raise TypeError(message) from None
 
 
 @dataclass(frozen=True, kw_only=True)
