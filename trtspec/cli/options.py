@@ -377,7 +377,7 @@ class AcceptanceOptions:
         typer.Option(
             "--prompts",
             help='One JSON per line: {"id": "...", "category": "...", "messages": [...]}. '
-            "Default: the 120 prompts in the box.",
+            "Default: the 120 prompts of the package.",
         ),
     ] = None
     categories: Annotated[
@@ -417,7 +417,7 @@ class DoctorOptions:
         Path, typer.Option("--head", help="Directory or name of a draft head or a draft model.")
     ]
     num_prompts: Annotated[
-        int, typer.Option("--prompts", min=1, help="How many of the prompts in the box to use.")
+        int, typer.Option("--prompts", min=1, help="How many of the package's prompts to use.")
     ] = 24
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=1, help="Most new tokens per prompt.")

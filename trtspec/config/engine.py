@@ -219,7 +219,10 @@ class EngineConfig:
         default="auto", metadata={"help": "auto, torch, triton or flashinfer."}
     )
     tensor_parallel_size: int | None = field(
-        default=None, metadata={"help": "GPUs that the model is cut over."}
+        default=None,
+        metadata={
+            "help": "GPUs that the model is cut over. Default: 1; under torchrun all it started."
+        },
     )
     moe_expert_parallel_size: int = field(
         default=1, metadata={"help": "Over how many of them experts are dealt out."}

@@ -88,6 +88,12 @@ class _Predicates:
 
 
 class SpeculativeDecodingMode(_Predicates, IntEnum):
+    """Where drafts come from, and what that asks of an engine.
+
+    Members and predicates are TensorRT-LLM's, but for four predicates. Some answers differ
+    (docs/modes.md).
+    """
+
     MTP = auto()
     MTP_EAGLE = auto()
     MTP_EAGLE_ONE_MODEL = auto()
