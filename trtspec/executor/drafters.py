@@ -381,8 +381,9 @@ def times_lengths(spec: DecodingBaseConfig, target: LoadedTarget) -> bool:
     is_open = all(setting is None for setting in settings)
     is_alone = target.device.type == "cuda" and target.config.parallel.size == 1
     is_inside = not spec.spec_dec_mode.drafts_in_passes()
-    is_free = get_force_num_accepted_tokens() == 0
-    return is_open and is_alone and is_inside and is_free
+    if not (is_open and is_alone and is_inside):
+        return False
+    return get_force_num_accepted_tokens() == 0  # asked last: it warns of a wrong value
 
 
 def _check_draft_len(spec: HeadDecodingConfig, head: DraftHead) -> None:
