@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trtspec import (
+    DraftTargetDecodingConfig,
     EagleDecodingConfig,
     NGramDecodingConfig,
     SamplingParams,
@@ -26,7 +27,13 @@ from trtspec import (
 from trtspec.errors import ConfigError
 from trtspec.metadata import AttentionMetadata, CapturedHiddenStates, KVGroup
 from trtspec.metadata import spec as spec_module
-from trtspec.workers import Eagle3OneModelWorker, NGramWorker, SpecWorkerBase
+from trtspec.workers import (
+    DraftTargetWorker,
+    Eagle3OneModelWorker,
+    MaskedDraftTargetWorker,
+    NGramWorker,
+    SpecWorkerBase,
+)
 from trtspec.workers import base as base_module
 
 V, K, PAGE, BLOCKS, LONGEST = 12, 3, 4, 4, 1024
@@ -55,6 +62,20 @@ class TableHead:
         return 0
 
 
+class TableModel:
+    """A draft model that knows the target's table, and notes the positions that it read."""
+
+    def __init__(self) -> None:
+        self.positions: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, meta: AttentionMetadata) -> Tensor:
+        self.positions.append(position_ids.tolist())
+        return input_ids[:, None].float()
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return TABLE[hidden[:, 0].long().clamp(max=V - 1)]  # V is the mask token
+
+
 @dataclass
 class Text:
     """A request of the loop, with TensorRT-LLM's names."""
@@ -72,8 +93,15 @@ class Text:
 class Loop:
     """Prompts in one pass, then steps of K+1 rows."""
 
-    def __init__(self, worker: SpecWorkerBase, slots: list[int | None], temperature: float = 1.0):
-        self.worker, self.head = worker, TableHead()
+    def __init__(
+        self,
+        worker: SpecWorkerBase,
+        slots: list[int | None],
+        temperature: float = 1.0,
+        num_axes: int = 1,
+    ):
+        self.worker, self.num_axes = worker, num_axes
+        self.head: Any = TableHead()
         config = SimpleNamespace(temperature=[temperature], top_k=None, top_p=None)
         self.texts = [
             Text(7 + i, slot, [1 + i, 2, 3][: 1 + i % 3], config) for i, slot in enumerate(slots)
@@ -109,7 +137,9 @@ class Loop:
             slot_mappings=(torch.zeros(len(flat), dtype=torch.int64),),
             max_seq_len=LONGEST,
         )
-        out = self.worker(flat, positions[None], None, logits, meta, spec, self.head)
+        # Of M-RoPE's axes the first counts.
+        axes = torch.stack([positions, *[positions + 50] * (self.num_axes - 1)])
+        out = self.worker(flat, axes, None, logits, meta, spec, self.head)
         for text, row, count in zip(
             self.texts, out["new_tokens"].tolist(), out["new_tokens_lens"].tolist(), strict=True
         ):
@@ -117,6 +147,24 @@ class Loop:
             text.state = SimpleNamespace(name="GENERATION_IN_PROGRESS")
         self.rows = out["next_new_tokens"]
         return out["new_tokens_lens"].tolist()
+
+
+@pytest.mark.parametrize("num_axes", [1, 3])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_draft_model_reads_positions_of_one_axis(is_masked: bool, num_axes: int) -> None:
+    """TensorRT-LLM's loop hands over [1, T], and one with M-RoPE [3, T]."""
+    config = DraftTargetDecodingConfig(max_draft_len=K, speculative_model="-")
+    worker = MaskedDraftTargetWorker(config, V) if is_masked else DraftTargetWorker(config)
+    loop = Loop(worker, [3, 0, 5], num_axes=num_axes)
+    loop.head = model = TableModel()
+    assert loop.step() == [1, 1, 1]
+    assert model.positions[0] == [0, 0, 1, 0, 1, 2], "of prompts of one to three tokens"
+    lens = [loop.step() for _ in range(10)]
+    assert all(isinstance(p, int) for row in model.positions for p in row)
+    if is_masked:  # it knows what follows the last token
+        assert min(map(min, lens)) >= 2
+    else:
+        assert lens == [[K + 1] * 3] * 10
 
 
 def _worker(rule: str) -> Eagle3OneModelWorker:

@@ -192,6 +192,11 @@ def batch_shape(meta: AttentionMetadata | None, spec: SpecMetadata) -> tuple[int
     return len(spec.request_ids) - spec.num_generations, len(spec.request_ids)
 
 
+def first_axis(position_ids: Tensor) -> Tensor:
+    """Returns positions as one row: [T], [1, T] (TensorRT-LLM's) or [3, T] (M-RoPE's) -> [T]."""
+    return position_ids if position_ids.dim() == 1 else position_ids.flatten(0, -2)[0]
+
+
 def next_positions(
     position_ids: Tensor, meta: AttentionMetadata | None, spec: SpecMetadata
 ) -> Tensor | None:
@@ -204,8 +209,7 @@ def next_positions(
     """
     if spec.sampling is not None or not spec.allow_advanced_sampling:
         return None  # the executor sets them itself, or nothing is sampled
-    positions = position_ids if meta is None else meta.position_ids
-    positions = positions.reshape(-1, positions.shape[-1])[0].to(torch.int64)
+    positions = first_axis(position_ids if meta is None else meta.position_ids).to(torch.int64)
     if spec.gather_ids is not None:
         return positions[spec.gather_ids] + 1
     if meta is not None and meta.num_contexts:

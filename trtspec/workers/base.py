@@ -30,7 +30,7 @@ from ..metadata.attention import AttentionMetadata
 from ..metadata.draft_memory import DraftMemory
 from ..metadata.guided import GuidedStep
 from ..metadata.spec import SpecMetadata
-from ..metadata.step import StepSizes, batch_shape, next_positions
+from ..metadata.step import StepSizes, batch_shape, first_axis, next_positions
 from ..ops.step.packing import save_chances
 from ..ops.step.rows import next_new_tokens, shift_contexts
 from ..ops.tokens.greedy import choose_drafts
@@ -231,7 +231,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames):
         """Verifies, accepts and drafts.
 
         Args:
-            input_ids, position_ids: [T], as the target read them.
+            input_ids: [T], as the target read them.
+            position_ids: the same: [T], or [1, T], or [3, T] whose first axis counts.
             hidden_states: [T, D] of the target after its final norm, for drafters that use them.
                 Captured layers are in `spec_metadata.captured`.
             logits: [C + G*(K'+1), V] of the target, K' <= K drafts verified in this pass. With
@@ -302,7 +303,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames):
                 hand_over_accepted(self._guided, has_pass=True)
         return DraftInputs(
             input_ids=input_ids,
-            position_ids=position_ids,
+            position_ids=position_ids if position_ids is None else first_axis(position_ids),
             hidden_states=hidden_states,
             accepted_tokens=accepted,
             num_accepted_tokens=lens,
