@@ -20,6 +20,7 @@ from trtspec import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     NGramDecodingConfig,
+    SADecodingConfig,
     SamplingParams,
     SpecMetadata,
     SpeculativeDecodingMode,
@@ -33,6 +34,7 @@ from trtspec.workers import (
     MaskedDraftTargetWorker,
     NGramWorker,
     SpecWorkerBase,
+    create_worker,
 )
 from trtspec.workers import base as base_module
 
@@ -165,6 +167,55 @@ def test_a_draft_model_reads_positions_of_one_axis(is_masked: bool, num_axes: in
         assert min(map(min, lens)) >= 2
     else:
         assert lens == [[K + 1] * 3] * 10
+
+
+@pytest.mark.parametrize("rows", ["seq_lens", "gather_ids"])
+@pytest.mark.parametrize("contexts", [0, 1])
+@pytest.mark.parametrize(
+    "config",
+    [None, NGramDecodingConfig(max_draft_len=K), SADecodingConfig(max_draft_len=K)],
+    ids=["none", "ngram", "sa"],
+)
+def test_without_a_network_the_loops_own_metadata_is_enough(
+    config: Any, contexts: int, rows: str
+) -> None:
+    """Of another engine's attention metadata the numbers of requests are read, nothing else."""
+    worker = create_worker(config)
+    lens = [3] * contexts + [worker.max_draft_len + 1]
+    fields: dict[str, Any] = {"seq_lens": lens}
+    if rows == "gather_ids":
+        fields = {"gather_ids": torch.arange(sum(lens))[2 * contexts :]}
+    outputs = []
+    for meta in (None, SimpleNamespace(num_contexts=contexts, num_seqs=len(lens))):
+        state = worker.allocate_state(2, LONGEST, torch.device("cpu"))
+        for slot in range(2):
+            worker.admit(state, slot, [1, 2, 3, 1, 2, 3])
+        spec = SpecMetadata(
+            2, worker.max_draft_len, worker.max_draft_len, 1, allow_advanced_sampling=True,
+            request_ids=list(range(len(lens))), slot_ids=torch.arange(len(lens)), state=state,
+            draft_tokens=torch.full((1, worker.max_draft_len), 2), device="cpu", **fields,
+        )  # fmt: skip
+        params = SamplingParams(temperature=1.0, seed=4)
+        spec.populate_sampling_params_for_one_model(
+            [
+                SimpleNamespace(sampling_params=params, is_generation=i >= contexts)
+                for i in range(len(lens))
+            ]
+        )
+        ids = torch.arange(sum(lens)) % V
+        logits = TABLE[ids[2 * contexts :]]
+        out = worker(ids, ids[None], None, logits, meta, spec)
+        outputs.append((out["new_tokens"].tolist(), out["next_new_tokens"].tolist()))
+    assert outputs[0] == outputs[1]
+
+
+def test_a_network_needs_our_metadata() -> None:
+    spec = SpecMetadata(1, K, K, request_ids=[0], slot_ids=torch.tensor([0]))
+    meta: Any = SimpleNamespace(num_contexts=1, num_seqs=1)
+    with pytest.raises(ConfigError, match=r"TableHead and SimpleNamespace: .* AttentionMetadata"):
+        _worker("strict")(
+            torch.arange(3), torch.arange(3), None, TABLE[2:3], meta, spec, TableHead()
+        )
 
 
 def _worker(rule: str) -> Eagle3OneModelWorker:

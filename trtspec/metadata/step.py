@@ -209,18 +209,23 @@ def next_positions(
     """
     if spec.sampling is not None or not spec.allow_advanced_sampling:
         return None  # the executor sets them itself, or nothing is sampled
-    positions = first_axis(position_ids if meta is None else meta.position_ids).to(torch.int64)
+    # Another engine's metadata has neither positions nor rows.
+    known = meta if isinstance(meta, AttentionMetadata) else None
+    positions = first_axis(position_ids if known is None else known.position_ids).to(torch.int64)
     if spec.gather_ids is not None:
         return positions[spec.gather_ids] + 1
-    if meta is not None and meta.num_contexts:
-        generations = positions[meta.num_context_tokens :]
-        return torch.cat([positions[meta.ends_of_contexts()], generations]) + 1
-    contexts = 0 if spec.request_ids is None else len(spec.request_ids) - spec.num_generations
-    if meta is None and contexts:
-        if spec.seq_lens is None and len(spec.request_ids or ()) > 1:
-            return None
-        lens = spec.seq_lens or [positions.shape[0]]
-        ends = torch.tensor(lens[:contexts]).cumsum(0) - 1
-        last = positions[to_device(ends, positions.device)]
-        return torch.cat([last, positions[sum(lens[:contexts]) :]]) + 1
-    return positions + 1
+    if known is not None:
+        if not known.num_contexts:
+            return positions + 1
+        generations = positions[known.num_context_tokens :]
+        return torch.cat([positions[known.ends_of_contexts()], generations]) + 1
+    has_shape = meta is not None or spec.request_ids is not None
+    contexts, requests = batch_shape(meta, spec) if has_shape else (0, 0)
+    if not contexts:
+        return positions + 1
+    if spec.seq_lens is None and requests > 1:
+        return None
+    lens = spec.seq_lens or [positions.shape[0]]
+    ends = torch.tensor(lens[:contexts]).cumsum(0) - 1
+    last = positions[to_device(ends, positions.device)]
+    return torch.cat([last, positions[sum(lens[:contexts]) :]]) + 1

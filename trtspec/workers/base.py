@@ -237,7 +237,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames):
                 Captured layers are in `spec_metadata.captured`.
             logits: [C + G*(K'+1), V] of the target, K' <= K drafts verified in this pass. With
                 several ranks, this one's part.
-            attn_metadata: of the target's pass; needed by drafters with a KV cache.
+            attn_metadata: of the target's pass; needed by drafters with a KV cache. Without a
+                network another engine's serves too, which tells `num_contexts` and `num_seqs`.
             spec_metadata: `draft_tokens` [G, K'] and what the mode needs.
             draft_model: the drafting network, if the mode has one.
 

@@ -73,12 +73,14 @@ def draft_network(inputs: DraftInputs) -> tuple[DraftModel | LanguageModel, Atte
     Raises:
         ConfigError: one of them is not set.
     """
-    if inputs.draft_model is None or inputs.attn_metadata is None:
+    model, meta = inputs.draft_model, inputs.attn_metadata
+    if model is None or not isinstance(meta, AttentionMetadata):
         raise ConfigError(
             "Drafting with a network needs draft_model and attn_metadata, whose KV groups hold its "
-            "keys and values: pass both to the worker."
+            f"keys and values. Given are {type(model).__name__} and {type(meta).__name__}: pass a "
+            "network and an AttentionMetadata to the worker."
         )
-    return inputs.draft_model, inputs.attn_metadata
+    return model, meta
 
 
 def merged_embeds(inputs: DraftInputs) -> dict[str, RowEmbeds]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..metadata.attention import AttentionMetadata
 from ..ops.tokens.history import BEGUN_WORDS, append_tokens, begin_texts
 from ..ops.tokens.ring import OWNER_WORDS
 from ..utils import rows_to_tensor, to_device
@@ -142,6 +143,6 @@ def gather_texts(inputs: DraftInputs, max_draft_len: int) -> Tensor:
     # The host's bound of the lengths, so that a short history is not searched at full width. A
     # context's history holds its whole prompt, of which this pass may have read a part only.
     meta, width = inputs.attn_metadata, history.shape[1] - 1
-    if meta is not None and meta.num_contexts == 0:
+    if isinstance(meta, AttentionMetadata) and meta.num_contexts == 0:
         width = min(meta.max_kv_len + max_draft_len + 2, width)
     return history[inputs.step.slot_ids, :width]
