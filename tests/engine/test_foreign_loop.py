@@ -19,6 +19,7 @@ from torch import Tensor
 from trtspec import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
+    MTPDecodingConfig,
     NGramDecodingConfig,
     SADecodingConfig,
     SamplingParams,
@@ -32,6 +33,7 @@ from trtspec.workers import (
     DraftTargetWorker,
     Eagle3OneModelWorker,
     MaskedDraftTargetWorker,
+    MTPWorker,
     NGramWorker,
     SpecWorkerBase,
     create_worker,
@@ -216,6 +218,21 @@ def test_a_network_needs_our_metadata() -> None:
         _worker("strict")(
             torch.arange(3), torch.arange(3), None, TABLE[2:3], meta, spec, TableHead()
         )
+
+
+def test_vanilla_mtp_refuses_contexts_of_unknown_length() -> None:
+    worker = MTPWorker(MTPDecodingConfig(num_nextn_predict_layers=K, use_mtp_vanilla=True))
+    state = worker.allocate_state(2, LONGEST, torch.device("cpu"), hidden_size=1)
+    spec = SpecMetadata(1, K, K, request_ids=[0], slot_ids=torch.tensor([0]), state=state)
+    spec.captured = CapturedHiddenStates((0,), torch.zeros(4, 1))
+    meta = AttentionMetadata(
+        context_lens=(4,), num_generations=0, rows_per_generation=1, kv_groups=(),
+        position_ids=torch.arange(4), kv_lens=torch.tensor([3], dtype=torch.int32), max_kv_len=3,
+        block_tables=(), slot_mappings=(), max_seq_len=LONGEST,
+        last_context_rows=torch.tensor([2]),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="leave it None"):
+        worker(torch.arange(4), torch.arange(4), None, TABLE[2:3], meta, spec, TableHead())
 
 
 def _worker(rule: str) -> Eagle3OneModelWorker:

@@ -128,7 +128,12 @@ class _Rows:
     """
 
     def __init__(self, meta: AttentionMetadata, window: int, rope_positions: Tensor | None = None):
-        assert meta.last_context_rows is None, "contexts of unknown length"
+        if meta.last_context_rows is not None:
+            raise ConfigError(
+                "MTPWorker needs the rows of each context on the host, and attn_metadata has "
+                "last_context_rows: leave it None, with context_lens as they are. Passes that read "
+                "prompts cannot be captured in mode MTP."
+            )
         device = meta.position_ids.device
         self.num_seqs, self.rows = meta.num_seqs, meta.rows_per_generation
         self.order: Tensor | None = None  # row here -> row of [windows of all, rows of the pass]
