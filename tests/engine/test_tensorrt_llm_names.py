@@ -6,6 +6,7 @@ They run in our executor and in a loop that is not ours, and the text is that of
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -376,6 +377,15 @@ def test_overriding_what_acceptance_does_not_call_is_refused() -> None:
 def test_a_worker_that_writes_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"write draft.* or all of forward"):
         type("Empty", (SpecWorkerBase,), {})(None)
+
+
+def test_abstract_methods_of_a_subclass_must_be_written() -> None:
+    """The base is an ABC, as TensorRT-LLM's is."""
+    partial = type("Partial", (BigramWorker,), {"bigram": abstractmethod(lambda self: None)})
+    assert issubclass(SpecWorkerBase, ABC) and issubclass(SpecWorkerBase, torch.nn.Module)
+    with pytest.raises(TypeError, match=r"abstract method '?bigram"):
+        partial(None)
+    type("Whole", (partial,), {"bigram": lambda self: None})(None)
 
 
 class ByHand(NGramWorker):

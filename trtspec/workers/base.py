@@ -11,6 +11,7 @@ Nothing here reads a device value on the host, so the same code runs eagerly and
 from __future__ import annotations
 
 import logging
+from abc import ABC
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -44,7 +45,7 @@ from .texts import SlotTexts
 logger = logging.getLogger(__name__)
 
 
-class SpecWorkerBase(Verification, TensorRTLLMNames):
+class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     """Verifies drafts and proposes new ones inside the target's step.
 
     Args:
