@@ -47,7 +47,8 @@ TABLE = torch.randn(V, V, generator=torch.Generator().manual_seed(5))
 class TableHead:
     """A head that knows the target's table: its hidden state is the token it read."""
 
-    num_layers, d2t, layers_to_capture = 1, None, (0,)
+    num_layers, d2t = 1, None
+    layers_to_capture: tuple[int, ...] = (0,)
     shares_embedding = shares_lm_head = advances_positions = True
 
     def __init__(self, table: Tensor = TABLE):
@@ -218,6 +219,22 @@ def test_a_network_needs_our_metadata() -> None:
         _worker("strict")(
             torch.arange(3), torch.arange(3), None, TABLE[2:3], meta, spec, TableHead()
         )
+
+
+@pytest.mark.parametrize("layers", [(1,), (0, 1), (1, 0)])
+def test_captured_layers_that_the_head_does_not_read_are_refused(layers: tuple[int, ...]) -> None:
+    """Nearly nothing that such a head drafts would be accepted."""
+    head = TableHead()
+    head.layers_to_capture = (0,) if len(layers) == 1 else (0, 2)
+    spec = SpecMetadata(1, K, K, request_ids=[0], slot_ids=torch.tensor([0]))
+    spec.captured = CapturedHiddenStates(layers, torch.zeros(3, len(layers)))
+    meta = AttentionMetadata(
+        context_lens=(3,), num_generations=0, rows_per_generation=1, kv_groups=(),
+        position_ids=torch.arange(3), kv_lens=torch.tensor([3], dtype=torch.int32), max_kv_len=3,
+        block_tables=(), slot_mappings=(), max_seq_len=LONGEST,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"reads target layers .* holds .*: give it the head's"):
+        _worker("strict")(torch.arange(3), torch.arange(3), None, TABLE[2:3], meta, spec, head)
 
 
 def test_vanilla_mtp_refuses_contexts_of_unknown_length() -> None:

@@ -171,16 +171,21 @@ class SpecMetadata:
         """Returns the captured layers of this pass, [T, n * D].
 
         Args:
-            layers: those that the head reads, for the message.
+            layers: those that the head reads; () is whatever was captured.
 
         Raises:
-            ConfigError: nothing was captured.
+            ConfigError: nothing was captured, or other layers.
         """
         if self.captured is None:
             raise ConfigError(
                 f"The head reads target layers {list(layers)}: set spec_metadata.captured to a "
                 "CapturedHiddenStates with these layers before the target's forward, and call "
                 "maybe_capture_hidden_states after each layer."
+            )
+        if layers and tuple(self.captured.layers) != tuple(layers):
+            raise ConfigError(
+                f"The head reads target layers {list(layers)}, and spec_metadata.captured holds "
+                f"{list(self.captured.layers)}: give it the head's layers, in the head's order."
             )
         return self.captured.buffer[:num_tokens]
 
