@@ -99,6 +99,19 @@ def test_fewer_drafts_than_k_still_give_k_plus_one_columns() -> None:
     assert tokens.tolist() == [[1, 2, -1, -1, -1]] and lens.tolist() == [2]
 
 
+def test_without_drafts_each_generation_has_one_row() -> None:
+    worker = _worker(2)
+    for accept in (
+        worker.sample_and_accept_draft_tokens,
+        worker._sample_and_accept_draft_tokens_base,
+    ):
+        tokens, lens = accept(_logits_for([7, 3, 4]), None, 1, 3, _spec(2))
+        assert tokens.tolist() == [[7, -1, -1], [3, -1, -1], [4, -1, -1]]
+        assert lens.tolist() == [1, 1, 1]
+    with pytest.raises(ConfigError, match="logits have 3 rows"):
+        worker.sample_and_accept_draft_tokens(_logits_for([7, 3, 4]), None, 0, 1, _spec(2))
+
+
 def test_nan_flags_only_its_request() -> None:
     logits = _logits_for([1, 2, 3, 4, 5, 6])
     logits[4, 7] = float("nan")

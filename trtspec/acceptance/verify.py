@@ -84,7 +84,7 @@ class Verification(nn.Module):
     def sample_and_accept_draft_tokens(
         self,
         logits: Tensor | ShardedLogits,
-        draft_tokens: Tensor,
+        draft_tokens: Tensor | None,
         num_contexts: int,
         batch_size: int,
         spec_metadata: SpecMetadata,
@@ -95,7 +95,7 @@ class Verification(nn.Module):
         Args:
             logits: [C + G*(K'+1), V]; 1-D logits are one row. Where each rank has a part of them,
                 the ranks compare their best tokens if that is enough, else they gather.
-            draft_tokens: [G, K'] or flat [G*K'], -1 is "no draft here". K' <= K.
+            draft_tokens: [G, K'] or flat [G*K'], -1 is "no draft here". K' <= K. None: K' is 0.
             num_contexts, batch_size: C and B; G = B - C.
             is_guided: the guided decoder has masked these logits already.
 
@@ -269,13 +269,15 @@ class Verification(nn.Module):
         return forced_lens(lens, forced, num_contexts, num_drafts, sampling)
 
     def _check_shapes(
-        self, logits: Tensor, draft_tokens: Tensor, num_contexts: int, batch_size: int
+        self, logits: Tensor, draft_tokens: Tensor | None, num_contexts: int, batch_size: int
     ) -> Tensor:
         generations = batch_size - num_contexts
         if not 0 <= num_contexts <= batch_size:
             raise ConfigError(f"num_contexts={num_contexts} is not in 0 … batch_size={batch_size}.")
         if generations == 0:  # whatever a preallocated buffer holds
             drafts = torch.empty((0, self.max_draft_len), dtype=torch.int32, device=logits.device)
+        elif draft_tokens is None:
+            drafts = torch.empty((generations, 0), dtype=torch.int32, device=logits.device)
         elif draft_tokens.numel() % generations:
             raise ConfigError(
                 f"draft_tokens of shape {tuple(draft_tokens.shape)} does not divide over "
