@@ -223,17 +223,21 @@ class LLM:
             with _saying_which(number, len(prompts)):
                 tokenized.append(self.inputs.tokenize(prompt))
         groups: list[list[Request]] = []
-        with self.lock:
-            for number, ((_, ids), p) in enumerate(zip(tokenized, params, strict=True)):
-                with _saying_which(number, len(prompts)):  # before any is queued
-                    self.executor.check_prompt(ids, p.max_tokens)
-                    self.executor.check_params(self.inputs.with_token_ids(p.each()[0]))
-            for (_, ids), p, salt in zip(tokenized, params, salts, strict=True):
-                each = [self.inputs.with_token_ids(one) for one in p.each()]
-                groups.append([self.executor.enqueue(ids, p, cache_salt=salt) for p in each])
-        requests = [request for group in groups for request in group]
+        requests: list[Request] = []
         aside = HeapAside()
         try:
+            with self.lock:
+                for number, ((_, ids), p) in enumerate(zip(tokenized, params, strict=True)):
+                    with _saying_which(number, len(prompts)):  # before any is queued
+                        self.executor.check_prompt(ids, p.max_tokens)
+                        self.executor.check_params(self.inputs.with_token_ids(p.each()[0]))
+                make = self.executor.make_request
+                for (_, ids), p, salt in zip(tokenized, params, salts, strict=True):
+                    each = [self.inputs.with_token_ids(one) for one in p.each()]
+                    groups.append([make(ids, p, cache_salt=salt) for p in each])
+                requests += [request for group in groups for request in group]
+                for request in requests:
+                    self.executor.add(request)
             aside.begin()
             left = list(requests)
             while left:
@@ -241,7 +245,7 @@ class LLM:
                     left.pop()
                 else:
                     self.advance()
-        finally:  # an interrupt must not leave half a batch running
+        finally:  # an interrupt must not leave half a batch queued or running
             aside.end()
             with self.lock:
                 for request in requests:

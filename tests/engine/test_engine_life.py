@@ -22,6 +22,7 @@ from trtspec import LLM, CudaGraphConfig, EagleDecodingConfig, NGramDecodingConf
 from trtspec.api.text_stream import TextStream
 from trtspec.errors import RequestError
 from trtspec.executor import graphs
+from trtspec.executor.request import Request
 from trtspec.state.kv_cache import KVGroupSpec
 
 
@@ -321,6 +322,25 @@ def test_a_request_that_an_interrupt_kept_from_the_queue_leaves_nothing(
     executor.run_until_done()
     assert not executor.has_work and not executor.book.live
     executor.kv_cache.check_integrity()
+
+
+def test_a_batch_whose_queueing_was_interrupted_does_not_run(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, add, added = llm.executor, llm.executor.add, []
+
+    def interrupted(request: Request) -> None:
+        if len(added) == 3:
+            raise KeyboardInterrupt
+        add(request)
+        added.append(request)
+
+    monkeypatch.setattr(executor, "add", interrupted)
+    params = SamplingParams(max_tokens=9, temperature=1.0, n=2)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2], [3, 4], [5, 6]], params)
+    assert [request.finish_reason for request in added] == ["cancelled"] * 3
+    assert not executor.has_work and not executor.book.live
 
 
 def test_leaving_by_an_exception_shuts_down_too(llm: LLM) -> None:
