@@ -101,7 +101,7 @@ def test_the_thread_uses_the_executors_gpu(
 def test_a_loop_that_works_on_news_rests_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would take Python's lock from each step. An end is told at once."""
     requests: list[Any] = [SimpleNamespace(request_id=i, num_read=0) for i in range(2)]
-    scheduler = SimpleNamespace(running=requests)
+    scheduler = SimpleNamespace(running=requests, waiting=[])
     executor: Any = SimpleNamespace(
         device=torch.device("cpu"), has_work=False, scheduler=scheduler, report_lost=print
     )
@@ -265,6 +265,39 @@ def test_a_late_reader_finds_all_in_one_piece(model_dir: Path, reference: LLM) -
         assert outputs[0].outputs[0].text_diff == want.outputs[0].text
 
     run(model_dir, test)
+
+
+def test_tokens_of_a_preempted_request_are_told_while_it_waits(
+    model_dir: Path, reference: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under overlap some are read in the step that takes its blocks."""
+    texts, told, late = PROMPTS[:3], dict[int, int](), list[int]()
+    wanted = [reference.generate(text, greedy(60)) for text in texts]
+    post = LoopPort.post
+
+    def note(port: LoopPort, news: Any) -> bool:
+        told.update((feed.request.request_id, count) for feed, count, _ in news)
+        return post(port, news)
+
+    async def test(llm: AsyncLLM) -> None:
+        executor = llm.llm.executor
+        step = executor.step
+
+        def look_and_step() -> Any:
+            began = [request for request in executor.scheduler.waiting if request.num_read]
+            late.extend(r.request_id for r in began if told.get(r.request_id, 0) < r.num_read)
+            return step()
+
+        monkeypatch.setattr(executor, "step", look_and_step)
+        outputs = await asyncio.gather(*(read(llm, text, greedy(60)) for text in texts))
+        assert all(same(a, b) for a, b in zip(outputs, wanted, strict=True))
+        assert executor.stats().num_preemptions > 0
+
+    monkeypatch.setattr(LoopPort, "is_free", lambda port: True)
+    monkeypatch.setattr(LoopPort, "post", note)
+    cache = KvCacheConfig(max_tokens=96, tokens_per_block=4)
+    run(model_dir, test, max_seq_len=80, kv_cache_config=cache, disable_overlap_scheduler=False)
+    assert not late
 
 
 def test_sources_say_which_draft_a_token_was(model_dir: Path) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
+from itertools import chain, takewhile
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -344,8 +345,10 @@ class EngineThread:
     def _hand_over(self, finished: Sequence[Request]) -> None:
         if not finished and not self._port.is_free():
             return  # the next step tells this one's news, too
-        news, feeds = [], self._feeds
-        for request in self._executor.scheduler.running:
+        news, feeds, scheduler = [], self._feeds, self._executor.scheduler
+        # Those that lost their blocks wait before requests without output.
+        preempted = takewhile(lambda request: request.output_token_ids, scheduler.waiting)
+        for request in chain(scheduler.running, preempted):
             feed = feeds.get(request.request_id)
             if feed is not None and request.num_read > feed.announced:
                 feed.announced = request.num_read
