@@ -22,13 +22,14 @@ import trtspec
 from trtspec import cli
 from trtspec.api.outputs import CompletionOutput, EngineStats, RequestOutput, SpecStats
 from trtspec.api.sampling_params import SamplingParams
-from trtspec.cli import render, status
+from trtspec.cli import generate, render, status
 from trtspec.cli.app import app
 from trtspec.cli.engine import make_spec_config, parse_mode
 from trtspec.cli.errors import OTHER_NAMES, CliError
 from trtspec.cli.options import SPECULATIVE_NAMES, EngineOptions
 from trtspec.data.prompts import DEMO_PROMPTS, PROMPT_SETS
 from trtspec.errors import CheckpointError, RequestError
+from trtspec.executor import book
 from trtspec.metadata.mode import SpeculativeDecodingMode
 
 FORCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
@@ -287,6 +288,25 @@ def test_a_failed_request_is_reported_and_exits_1(run, fake, monkeypatch, as_jso
         good, bad = json.loads(out)["outputs"]
         assert list(good) == OUTPUT_KEYS
         assert list(bad) == [*OUTPUT_KEYS, "error"] and bad["error"] == "the logits are NaN"
+
+
+@pytest.mark.parametrize("prompts", [["bad"], ["bad", "worse"]])
+def test_where_all_requests_failed_there_is_no_summary(run, fake, monkeypatch, prompts):
+    monkeypatch.setattr(fake, "bad_request", prompts[0])
+    given = [part for prompt in prompts for part in ("--prompt", prompt)]
+    _, out, _ = run("generate", *given)
+    assert ("tok/s" in out) == (len(prompts) > 1)
+
+
+def test_generate_says_once_why_a_request_failed(caplog):
+    with generate._failures_told_at_the_end():
+        book.logger.error(book.FAILED, 0, "the logits are NaN")
+        book.logger.error("Something else.")
+    book.logger.error(book.FAILED, 1, "the logits are NaN")
+    assert [r.getMessage() for r in caplog.records] == [
+        "Something else.",
+        "Request 1 failed: the logits are NaN",
+    ]
 
 
 def test_a_refused_request_exits_1(run):

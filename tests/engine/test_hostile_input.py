@@ -115,6 +115,15 @@ def test_token_ids_that_python_cannot_print_are_refused_by_name(llm: LLM) -> Non
         llm.generate([HUGE])
 
 
+def test_a_prompt_that_is_too_long_says_what_would_help(llm: LLM, model_dir: Path) -> None:
+    with pytest.raises(RequestError, match=r"64 tokens; max_seq_len=64 .* raise max_seq_len"):
+        llm.generate([1] * 64)
+    with LLM(model_dir, device="cpu", dtype="float32", max_batch_size=1) as longest:
+        most = longest.executor.target.config.max_position_embeddings
+        with pytest.raises(RequestError, match="Shorten it: the model has no more positions"):
+            longest.generate([1] * most)
+
+
 def test_messages_stay_short() -> None:
     with pytest.raises(RequestError, match="bad_token_ids") as caught:
         SamplingParams(bad_token_ids=[5] * 1000 + [-1])
@@ -285,6 +294,13 @@ def test_an_engine_that_cannot_be_is_refused_at_once(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(model_dir, **{"device": "cpu", **arguments})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_gpu_that_is_not_there_is_named_as_it_was_given(model_dir: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"device='{device}', but torch sees no CUDA device"):
+        LLM(model_dir, device=device)
 
 
 def test_an_engine_s_arguments_are_the_fields_of_its_config(model_dir: Path) -> None:

@@ -287,8 +287,8 @@ def _make_guided(options: SamplingOptions) -> GuidedDecodingParams | None:
     from ..api.guided_decoding import GuidedDecodingParams
 
     given: dict[str, Any] = {
-        "json": None if options.json_schema is None else _read(options.json_schema),
-        "grammar": None if options.grammar is None else _read(options.grammar),
+        "json": _read("--json-schema", options.json_schema),
+        "grammar": _read("--grammar", options.grammar),
         "regex": options.regex,
         "choice": options.choice or None,
         "json_object": options.json_object or None,
@@ -297,11 +297,15 @@ def _make_guided(options: SamplingOptions) -> GuidedDecodingParams | None:
     return GuidedDecodingParams(**given) if given else None
 
 
-def _read(path: Path) -> str:
+def _read(option: str, path: Path | None) -> str | None:
+    if path is None:
+        return None
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CliError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise CliError(f"{option} {path} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise CliError(f"{option} {path} cannot be read: it is not UTF-8.") from error
 
 
 def describe(llm: LLM) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -38,7 +39,8 @@ def run_generate(
     check_filters(sampling, [sampling.temperature])
     check_writable(output.json_file)
     decode = _decode_quietly if output.as_json else _decode_and_show
-    llm, outputs = decode(options, params, prompts, given.raw)
+    with _failures_told_at_the_end():
+        llm, outputs = decode(options, params, prompts, given.raw)
     if output.is_wanted:
         pairs = zip(prompts, outputs, strict=True)
         report = {
@@ -67,7 +69,8 @@ def _decode_and_show(
             heading = f"[{index + 1}/{len(prompts)}] {prompts[index].title}"
             _print_output(console, heading, output)
             outputs[index] = output
-    print_summary(console, llm.stats(), llm.mode.name, llm.max_draft_len)
+    if len(_failed(list(outputs.values()))) < len(outputs):
+        print_summary(console, llm.stats(), llm.mode.name, llm.max_draft_len)
     return llm, [outputs[index] for index in range(len(prompts))]
 
 
@@ -122,8 +125,27 @@ def _print_output(console: Console, heading: str, output: RequestOutput) -> None
     console.print(Text(line, style="dim"), soft_wrap=True)
 
 
+@contextmanager
+def _failures_told_at_the_end() -> Iterator[None]:
+    """Leaves it to `_report_failures` to say which requests failed: the library logs it as well."""
+    from ..executor.book import FAILED, logger
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.msg != FAILED
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
+def _failed(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+    return [output for output in outputs if output.outputs[0].finish_reason == "error"]
+
+
 def _report_failures(outputs: Sequence[RequestOutput]) -> int:
-    failed = [output for output in outputs if output.outputs[0].finish_reason == "error"]
+    failed = _failed(outputs)
     for output in failed:
         show_error(f"request {output.request_id} failed: {output.error}")
     return EXIT_FAILED if failed else 0

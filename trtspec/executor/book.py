@@ -15,6 +15,8 @@ from .saving import NOT_WHOLE, HiddenStatesSaver
 from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+FAILED = "Request %d failed: %s"
+"""What is logged of a request that fails."""
 
 
 class RequestBook:
@@ -145,7 +147,7 @@ class RequestBook:
         """Ends one request with finish_reason "error"; the others go on."""
         if request.is_finished:
             return
-        logger.error("Request %d failed: %s", request.request_id, error)
+        logger.error(FAILED, request.request_id, error)
         request.error = error
         self.finish(request, "error")
 

@@ -37,7 +37,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if resolved.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={device!r}: use 'auto', 'cpu' or 'cuda'.")
     if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda', but torch sees no CUDA device. Use device='cpu'.")
+        raise ConfigError(f"device={device!r}, but torch sees no CUDA device. Use device='cpu'.")
     if resolved.type == "cuda" and resolved.index not in (None, torch.cuda.current_device()):
         raise ConfigError(
             f"device={device!r} is not the current device, on which kernels are launched: call "
