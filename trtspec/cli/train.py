@@ -19,13 +19,16 @@ from .render import make_console
 from .status import Progress
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from ..checkpoints.heads.records import HeadReport
     from ..models.config import DecoderConfig
+    from ..models.decoder import Decoder
+    from ..models.drafters.base import DraftHead
     from ..train.new_head import NewHead
     from ..train.packing import Packed
-    from ..train.trainer import TrainConfig
+    from ..train.trainer import TrainConfig, Trainer
 
 GENERATED = "text.jsonl"
 HELD_OUT = 0.02
@@ -46,25 +49,38 @@ class _Rows:
     coverage: float  # share of the text's tokens that are in it
 
 
+@dataclass(frozen=True)
+class _Target:
+    """The model that a head is trained for, before its weights are read."""
+
+    directory: Path
+    config: DecoderConfig
+    device: torch.device
+    dtype: torch.dtype
+
+
 def run_train(options: TrainOptions) -> int:
     """Returns the exit code."""
-    import torch
+    _check_alone(options)
+    target = _target_of(options)
+    earlier = _earlier(options, target.config)
+    spec = _spec(options, earlier)
+    _check_before_text(options, target.config, spec, earlier)
+    rows = _text(options, target, earlier)
+    config = _train_config(options, len(rows.train), spec)
+    _say(
+        f"{rows.num_conversations} conversations in {len(rows.train)} rows of {options.length} "
+        f"tokens ({100 * rows.train.fill:.0f} % full), {rows.num_held_out} held out; draft "
+        f"vocabulary covers {100 * rows.coverage:.2f} %; {config.max_steps} steps of "
+        f"{config.batch_size} rows."
+    )
+    return _train(options, _trainer(options, target, spec, rows, config))
 
-    from ..attention.torch_sdpa import TorchAttention
-    from ..checkpoints.heads.load import load_head
-    from ..checkpoints.heads.records import HeadRequest, LoadOptions
-    from ..checkpoints.hf_config import load_config
-    from ..checkpoints.place import weight_form
-    from ..checkpoints.tokenizer import load_tokenizer
-    from ..checkpoints.weights import load_decoder
-    from ..executor.device import resolve_device, resolve_dtype
-    from ..models.drafters.dflash import DFlashHead
-    from ..train.create_head import create_head, fit_to_states
-    from ..train.earlier_head import begin_with, check_alike
-    from ..train.new_head import NewHead, check_kind, check_target, head_config
+
+def _check_alone(options: TrainOptions) -> None:
+    """Raises CliError, ConfigError for what is wrong whatever the target is."""
+    from ..train.new_head import check_kind
     from ..train.run_directory import check_run_directory
-    from ..train.trainer import Trainer
-    from ..train.unroll import teach
 
     check_kind(options.kind)  # first: what other options can be depends on it
     if options.data is None and options.self_generate is None:
@@ -73,6 +89,32 @@ def run_train(options: TrainOptions) -> int:
     _check_fits_text(options)
     check_directory(options.out)
     check_run_directory(options.out)
+    _spec(options, None)
+
+
+def _target_of(options: TrainOptions) -> _Target:
+    """Raises CliError, ConfigError, CheckpointError: no head can be trained for this target."""
+    import torch
+
+    from ..checkpoints.hf_config import load_config
+    from ..executor.device import resolve_device, resolve_dtype
+    from ..train.new_head import check_target
+
+    with Progress() as progress:
+        directory = Path(resolve_model(options.target, progress))
+    config = load_config(directory)
+    check_target(config)
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, config, device)
+    if dtype == torch.float16:
+        raise CliError("Gradients leave float16's range: train with --dtype bfloat16 or float32.")
+    return _Target(directory, config, device, dtype)
+
+
+def _spec(options: TrainOptions, earlier: HeadReport | None) -> NewHead:
+    """Returns what the head is to be. What is not asked for is as in the one to begin with."""
+    from ..train.new_head import NewHead
+
     spec = NewHead(
         kind=options.kind,
         num_layers=options.num_layers,
@@ -85,58 +127,63 @@ def run_train(options: TrainOptions) -> int:
         sliding_window=options.sliding_window,
         draft_window=_draft_window(options),
     )
-    with Progress() as progress:
-        target_dir = Path(resolve_model(options.target, progress))
-    config = load_config(target_dir)
-    check_target(config)
-    device = resolve_device(options.device)
-    dtype = resolve_dtype(options.dtype, config, device)
-    if dtype == torch.float16:
-        raise CliError("Gradients leave float16's range: train with --dtype bfloat16 or float32.")
-    earlier = _earlier(options, config)
+    if earlier is None:
+        return spec
+    known = earlier.require()
+    layers = spec.layers_to_capture or known.layers_to_capture or None
+    like = None if options.kind == "mtp" else known.decoder
+    return replace(spec, layers_to_capture=layers, like=like)
+
+
+def _check_before_text(
+    options: TrainOptions, target: DecoderConfig, spec: NewHead, earlier: HeadReport | None
+) -> None:
+    """Raises CliError, ConfigError for what is wrong, before the target writes text for hours."""
+    from ..train.earlier_head import check_alike
+    from ..train.new_head import head_config
+
+    _check_options(options, target)
+    _train_config(options, 1, spec)
     known = None if earlier is None else earlier.require()
+    made = head_config(spec, target, 1 if known is None else known.draft_vocab_size)
     if known is not None:
-        layers = spec.layers_to_capture or known.layers_to_capture or None
-        like = None if options.kind == "mtp" else known.decoder
-        spec = replace(spec, layers_to_capture=layers, like=like)
-    _check_options(options, config)
-    _train_config(options, 1, spec)  # a wrong option is refused before hours of work
-    made = head_config(spec, config, 1 if known is None else known.draft_vocab_size)
-    if known is not None:
-        check_alike(known, made)  # before the target writes text for hours
-    tokenizer = load_tokenizer(target_dir)
+        check_alike(known, made)
+
+
+def _text(options: TrainOptions, target: _Target, earlier: HeadReport | None) -> _Rows:
+    """Returns the text, after the target has written it where it is to."""
+    from ..checkpoints.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(target.directory)
     if tokenizer is None:
-        raise CliError(f"{target_dir} has no tokenizer, which the text needs. Use one that has.")
+        raise CliError(
+            f"{target.directory} has no tokenizer, which the text needs. Use one that has."
+        )
     path = options.data or options.out / GENERATED
     if options.self_generate is not None:
-        _generate(options, target_dir, path, config.max_position_embeddings)
-    rows = _read_rows(options, path, tokenizer, config, earlier)
-    train_config = _train_config(options, len(rows.train), spec)
-    _say(
-        f"{rows.num_conversations} conversations in {len(rows.train)} rows of {options.length} "
-        f"tokens ({100 * rows.train.fill:.0f} % full), {rows.num_held_out} held out; draft "
-        f"vocabulary covers {100 * rows.coverage:.2f} %; {train_config.max_steps} steps of "
-        f"{train_config.batch_size} rows."
-    )
+        _generate(options, target.directory, path, target.config.max_position_embeddings)
+    return _read_rows(options, path, tokenizer, target.config, earlier)
+
+
+def _trainer(
+    options: TrainOptions, place: _Target, spec: NewHead, rows: _Rows, config: TrainConfig
+) -> Trainer:
+    """Returns the trainer of a head over the target, whose weights are read here."""
+    from ..attention.torch_sdpa import TorchAttention
+    from ..checkpoints.place import weight_form
+    from ..checkpoints.weights import load_decoder
+    from ..train.trainer import Trainer
+
+    device, dtype = place.device, place.dtype
     form = replace(weight_form(options.quant, device), keeps_fp8=False)
-    target = load_decoder(target_dir, dtype, device, TorchAttention(), pack=False, form=form)
-    head = create_head(spec, target, rows.draft_ids, dtype, options.seed)
-    if options.init_head is not None:
-        how = LoadOptions(
-            dtype=dtype, device=device, backend=TorchAttention(), kv_group=1, pack=False
-        )
-        begin_with(head, load_head(Path(options.init_head), target, HeadRequest(), how))
-    elif isinstance(head, DFlashHead):
-        some = next(rows.train.epoch_batches(min(8, len(rows.train)), 0)).to(device)
-        later = (some.positions > 0).flatten()  # first tokens' states are unlike all others
-        fit_to_states(head, teach(target, head, some).hidden[later])
+    target = load_decoder(place.directory, dtype, device, TorchAttention(), pack=False, form=form)
     batches = rows.held_out.epoch_batches(min(16, len(rows.held_out)), 0, drop_last=False)
-    trainer = Trainer(
+    return Trainer(
         target,
-        head,
+        _first_head(options, place, spec, rows, target),
         rows.train,
         list(islice(batches, HELD_OUT_BATCHES)),
-        train_config,
+        config,
         options.out,
         head_format=options.head_format,
         notes={
@@ -148,11 +195,45 @@ def run_train(options: TrainOptions) -> int:
             **({} if options.init_head is None else {"init_head": options.init_head}),
         },
     )
+
+
+def _first_head(
+    options: TrainOptions, place: _Target, spec: NewHead, rows: _Rows, target: Decoder
+) -> DraftHead:
+    """Returns the head that training begins with."""
+    from ..attention.torch_sdpa import TorchAttention
+    from ..checkpoints.heads.load import load_head
+    from ..checkpoints.heads.records import HeadRequest, LoadOptions
+    from ..models.drafters.dflash import DFlashHead
+    from ..train.create_head import create_head, fit_to_states
+    from ..train.earlier_head import begin_with
+    from ..train.unroll import teach
+
+    head = create_head(spec, target, rows.draft_ids, place.dtype, options.seed)
+    if options.init_head is not None:
+        how = LoadOptions(
+            dtype=place.dtype,
+            device=place.device,
+            backend=TorchAttention(),
+            kv_group=1,
+            pack=False,
+        )
+        begin_with(head, load_head(Path(options.init_head), target, HeadRequest(), how))
+    elif isinstance(head, DFlashHead):
+        some = next(rows.train.epoch_batches(min(8, len(rows.train)), 0)).to(place.device)
+        later = (some.positions > 0).flatten()  # first tokens' states are unlike all others
+        fit_to_states(head, teach(target, head, some).hidden[later])
+    return head
+
+
+def _train(options: TrainOptions, trainer: Trainer) -> int:
+    """Trains to the end, or goes on; returns the exit code."""
+    max_steps = trainer.config.max_steps
     if trainer.resume():
-        _say(f"Going on from step {trainer.step} of {train_config.max_steps}.")
+        _say(f"Going on from step {trainer.step} of {max_steps}.")
     evaluation = trainer.train(progress=lambda line: _say(_describe(line)))
     if not evaluation.right:  # it was finished already
-        _say(f"{options.out} is trained: {train_config.max_steps} steps.")
+        _say(f"{options.out} is trained: {max_steps} steps.")
         return 0
     rates = ", ".join(f"{rate:.2f}" for rate in evaluation.conditional)
     _say(
