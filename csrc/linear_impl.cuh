@@ -27,7 +27,8 @@ constexpr int kFewRows = 16, kMaxFewRows = 48, kMaxSomeRows = 64, kMaxMoreRows =
 constexpr int kDeep = 1536, kDeeper = 2048, kWide = 2048;
 constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear
 constexpr int kMaxNarrow = 1024;                    // columns
-// Two blocks must not find room on one multiprocessor: another one would have none.
+// Of narrow_linear, which has a block for each multiprocessor: two must not find room on one, for another
+// would have none. That is more than the ring and the rows take.
 constexpr int kLeastShared = 114 << 10;
 
 inline int resident_bytes(const LinearParams& p) { return p.rows * (p.k * 2 + kPad); }

@@ -355,7 +355,8 @@ def _takes_rope(rope: Rope, to: CacheWrite, dtype: torch.dtype) -> bool:
     if any(t.dtype != torch.int64 or not t.is_contiguous() for t in indices):
         return False
     takes_cache = all(_takes_pairs(x, dtype) for x in (to.k_slots, to.v_slots))
-    return takes_cache and rope.cos_sin.dtype == torch.float32
+    takes_table = rope.cos_sin.dtype == torch.float32 and rope.cos_sin.data_ptr() % 8 == 0
+    return takes_cache and takes_table  # of which two numbers are read at a time
 
 
 def _takes_pairs(x: Tensor, dtype: torch.dtype) -> bool:

@@ -193,7 +193,7 @@ struct Ending {
   T* target;
 };
 
-// Reads what the previous kernel may have written.
+// Comes after `wait_for_previous`: it reads what that kernel may have written.
 template <typename T, Epilogue E>
 __device__ inline Ending<T> ending_of(const LinearParams& p, int m, int n_lo, int n_hi) {
   Ending<T> end = {};

@@ -75,7 +75,7 @@ def take_missed(
     """Returns the rows of these requests, and forgets them.
 
     Args:
-        slot_ids: [B] int64, in `missed`.
+        slot_ids: [B] int64, in `missed`; different ones, but for a slot whose rows are in no block.
         rope_deltas: [S] int64, from a token's position to RoPE's; None: they are the same.
         block_tables: per KV group [B, M] int32.
         page_size: tokens of a block.
