@@ -168,6 +168,7 @@ def step() -> dict[str, Any]:
         (triton_drafts.masked_rows, accepted, lens, longs(8), certain, 6, 3, 7, 0),
         (triton_drafts.gather_distinct, certain, states),
         (triton_missed.keep_missed, certain, certain, certain, states[0], lens, missed),
+        (triton_missed.take_missed, certain, missed, longs(SLOTS), tables, 16),
         (triton_missed.take_missed, certain, missed, None, tables, 16),
         (triton_drafts.to_target_ids, lens, longs(DRAFT_VOCAB)),
         (triton_drafts.limit_drafts, (lens, lens), certain, 40, K),

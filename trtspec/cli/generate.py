@@ -69,7 +69,7 @@ def _decode_and_show(
             heading = f"[{index + 1}/{len(prompts)}] {prompts[index].title}"
             _print_output(console, heading, output)
             outputs[index] = output
-    if len(_failed(list(outputs.values()))) < len(outputs):
+    if not all(map(_has_failed, outputs.values())):
         print_summary(console, llm.stats(), llm.mode.name, llm.max_draft_len)
     return llm, [outputs[index] for index in range(len(prompts))]
 
@@ -140,12 +140,12 @@ def _failures_told_at_the_end() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
-def _failed(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
-    return [output for output in outputs if output.outputs[0].finish_reason == "error"]
+def _has_failed(output: RequestOutput) -> bool:
+    return output.outputs[0].finish_reason == "error"
 
 
 def _report_failures(outputs: Sequence[RequestOutput]) -> int:
-    failed = _failed(outputs)
+    failed = [output for output in outputs if _has_failed(output)]
     for output in failed:
         show_error(f"request {output.request_id} failed: {output.error}")
     return EXIT_FAILED if failed else 0

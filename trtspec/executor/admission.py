@@ -131,15 +131,12 @@ class Admission:
         if not tokens:
             raise RequestError("The prompt is empty: give at least one token.")
         if len(tokens) >= self.config.max_seq_len:
-            is_most = self.config.max_seq_len >= self.target.config.max_position_embeddings
+            cure = "Shorten it, or raise max_seq_len / KvCacheConfig.max_tokens."
+            if self.config.max_seq_len >= self.target.config.max_position_embeddings:
+                cure = "Shorten it: the model has no more positions."
             raise RequestError(
                 f"The prompt has {len(tokens)} tokens; max_seq_len={self.config.max_seq_len} "
-                "leaves room for fewer, so that one can be generated. "
-                + (
-                    "Shorten it: the model has no more positions."
-                    if is_most
-                    else "Shorten it, or raise max_seq_len / KvCacheConfig.max_tokens."
-                )
+                f"leaves room for fewer, so that one can be generated. {cure}"
             )
         if len(tokens) > self.config.max_num_tokens and not self.config.enable_chunked_prefill:
             raise RequestError(

@@ -305,7 +305,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
                 hand_over_accepted(self._guided, has_pass=True)
         return DraftInputs(
             input_ids=input_ids,
-            position_ids=position_ids if position_ids is None else first_axis(position_ids),
+            position_ids=first_axis(position_ids),
             hidden_states=hidden_states,
             accepted_tokens=accepted,
             num_accepted_tokens=lens,
