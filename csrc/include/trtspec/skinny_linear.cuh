@@ -10,6 +10,8 @@
 // A row's result does not depend on how many rows there are: the order of its sum is fixed by K.
 #pragma once
 
+#include <type_traits>
+
 #include "common.cuh"
 
 namespace trtspec {
@@ -170,12 +172,11 @@ __device__ inline void rotate(float cosine, float sine, float& lo, float& hi) {
   lo = rotated;
 }
 
-// RoPE: where output n of row m goes, to the queries or into the cache.
+// RoPE: where output n of row m goes, to the queries or into the cache at `slot`.
 template <typename T>
-__device__ inline T* rope_target(const LinearParams& p, int m, int n) {
+__device__ inline T* rope_target(const LinearParams& p, int m, int n, int64_t slot) {
   const int head = n / p.dim - p.q_heads, d = n % p.dim;
   if (head < 0) return static_cast<T*>(p.out) + m * p.out_stride + n;
-  int64_t slot = p.slots[m];
   if (slot < 0) slot = p.scratch_slot;
   if (head < p.kv_heads) {
     return static_cast<T*>(p.k_cache) + slot * p.k_slot_stride + head * p.k_head_stride + d;
@@ -183,56 +184,71 @@ __device__ inline T* rope_target(const LinearParams& p, int m, int n) {
   return static_cast<T*>(p.v_cache) + slot * p.v_slot_stride + (head - p.kv_heads) * p.v_head_stride + d;
 }
 
+// Whether RoPE turns output n: queries and keys.
+__device__ inline bool is_turned(const LinearParams& p, int n) {
+  return n < (p.q_heads + p.kv_heads) * p.dim;
+}
+
 // What the sums of outputs n_lo and n_hi of a row meet. It is read before they are complete: otherwise
-// each block would wait for memory once more at its end.
-template <typename T>
+// each block would wait for memory once more at its end. It stays as it was read until then: to convert
+// it would be to wait for it. A residual that is waited for before the sums begin is a float.
+template <typename T, typename Residual = T>
 struct Ending {
-  float bias_lo, bias_hi, residual_lo, residual_hi;
+  T bias_lo, bias_hi;
+  Residual residual_lo, residual_hi;
   float cosine, sine;
-  bool turns;  // whether RoPE turns them: queries and keys
-  T* target;
+  int64_t slot;
 };
 
 // Comes after `wait_for_previous`: it reads what that kernel may have written.
-template <typename T, Epilogue E>
-__device__ inline Ending<T> ending_of(const LinearParams& p, int m, int n_lo, int n_hi) {
-  Ending<T> end = {};
+template <typename T, Epilogue E, typename Residual = T>
+__device__ inline Ending<T, Residual> ending_of(const LinearParams& p, int m, int n_lo, int n_hi) {
+  Ending<T, Residual> end = {};
   if (p.bias != nullptr) {
     const T* bias = static_cast<const T*>(p.bias);
-    end.bias_lo = to_float(bias[min(n_lo, p.n - 1)]);
-    end.bias_hi = to_float(bias[min(n_hi, p.n - 1)]);
+    end.bias_lo = bias[min(n_lo, p.n - 1)];
+    end.bias_hi = bias[min(n_hi, p.n - 1)];
   }
   if constexpr (E == Epilogue::kResidual) {
     const T* residual = static_cast<const T*>(p.residual) + m * p.residual_stride;
-    if (n_lo < p.n) end.residual_lo = to_float(residual[n_lo]);
-    if (n_hi < p.n) end.residual_hi = to_float(residual[n_hi]);
+    auto kept = [](T x) {
+      if constexpr (std::is_same_v<Residual, T>) {
+        return x;
+      } else {
+        return to_float(x);
+      }
+    };
+    if (n_lo < p.n) end.residual_lo = kept(residual[n_lo]);
+    if (n_hi < p.n) end.residual_hi = kept(residual[n_hi]);
   }
   if constexpr (E == Epilogue::kRope) {
-    end.turns = n_lo < (p.q_heads + p.kv_heads) * p.dim;
-    if (end.turns) {
+    end.slot = p.slots[m];
+    if (is_turned(p, n_lo)) {
       const float* table = p.cos_sin + p.positions[m] * p.dim + n_lo % p.dim;
       end.cosine = table[0], end.sine = table[p.dim / 2];
     }
-    end.target = rope_target<T>(p, m, n_lo);
   }
   return end;
 }
 
 // lo and hi are the sums of outputs n_lo and n_hi of row m.
-template <typename T, Epilogue E>
+template <typename T, Epilogue E, typename Residual>
 __device__ inline void finish(const LinearParams& p, int m, int n_lo, int n_hi, float lo, float hi,
-                              const Ending<T>& end) {
-  if (p.bias != nullptr) lo += end.bias_lo, hi += end.bias_hi;
+                              const Ending<T, Residual>& end) {
+  if (p.bias != nullptr) lo += to_float(end.bias_lo), hi += to_float(end.bias_hi);
   T* out = static_cast<T*>(p.out) + m * p.out_stride;
   if constexpr (E == Epilogue::kGated) {
     if (n_lo < p.n / 2) out[n_lo] = from_float<T>(activate(lo, p.is_gelu) * hi);
   } else if constexpr (E == Epilogue::kRope) {
     if (p.keeps_finite) lo = finite_or_zero(lo), hi = finite_or_zero(hi);
-    if (end.turns) rotate<T>(end.cosine, end.sine, lo, hi);
-    end.target[0] = rounded<T>(lo, p.keeps_finite);
-    end.target[p.dim / 2] = rounded<T>(hi, p.keeps_finite);
+    if (is_turned(p, n_lo)) rotate<T>(end.cosine, end.sine, lo, hi);
+    T* const target = rope_target<T>(p, m, n_lo, end.slot);
+    target[0] = rounded<T>(lo, p.keeps_finite);
+    target[p.dim / 2] = rounded<T>(hi, p.keeps_finite);
   } else {
-    if constexpr (E == Epilogue::kResidual) lo += end.residual_lo, hi += end.residual_hi;
+    if constexpr (E == Epilogue::kResidual) {
+      lo += to_float(end.residual_lo), hi += to_float(end.residual_hi);
+    }
     if (n_lo < p.n) out[n_lo] = from_float<T>(lo);
     if (n_hi < p.n) out[n_hi] = from_float<T>(hi);
     if constexpr (E == Epilogue::kResidual) {

@@ -45,17 +45,15 @@ __device__ inline void add_pair(float2& sum, const float* from) {
 }
 
 // As `Ending`, of two neighbours each. Pairs of T are packed.
-template <typename T>
 struct PairEnding {
   uint32_t bias_lo, bias_hi, residual_lo, residual_hi;
   float2 cosine, sine;
-  bool turns;
-  T* target;
+  int64_t slot;
 };
 
 template <typename T, Epilogue E>
-__device__ inline PairEnding<T> pair_ending_of(const LinearParams& p, int m, int n_lo, int n_hi) {
-  PairEnding<T> end = {};
+__device__ inline PairEnding pair_ending_of(const LinearParams& p, int m, int n_lo, int n_hi) {
+  PairEnding end = {};
   auto pair = [](const T* at) { return *reinterpret_cast<const uint32_t*>(at); };
   if (p.bias != nullptr) {
     const T* const bias = static_cast<const T*>(p.bias);
@@ -66,13 +64,12 @@ __device__ inline PairEnding<T> pair_ending_of(const LinearParams& p, int m, int
     end.residual_lo = pair(residual + n_lo), end.residual_hi = pair(residual + n_hi);
   }
   if constexpr (E == Epilogue::kRope) {
-    end.turns = n_lo < (p.q_heads + p.kv_heads) * p.dim;
-    if (end.turns) {
+    end.slot = p.slots[m];
+    if (is_turned(p, n_lo)) {
       const float* const table = p.cos_sin + p.positions[m] * p.dim + n_lo % p.dim;
       end.cosine = *reinterpret_cast<const float2*>(table);
       end.sine = *reinterpret_cast<const float2*>(table + p.dim / 2);
     }
-    end.target = rope_target<T>(p, m, n_lo);
   }
   return end;
 }
@@ -80,7 +77,7 @@ __device__ inline PairEnding<T> pair_ending_of(const LinearParams& p, int m, int
 // Two neighbouring sums each of outputs n_lo and n_hi of row m.
 template <typename T, Epilogue E>
 __device__ inline void finish_pair(const LinearParams& p, int m, int n_lo, int n_hi, float2 lo,
-                                   float2 hi, const PairEnding<T>& end) {
+                                   float2 hi, const PairEnding& end) {
   auto add = [](float2& sum, uint32_t other) {
     const float2 v = unpack(other, T());
     sum.x += v.x, sum.y += v.y;
@@ -95,13 +92,14 @@ __device__ inline void finish_pair(const LinearParams& p, int m, int n_lo, int n
       lo = {finite_or_zero(lo.x), finite_or_zero(lo.y)};
       hi = {finite_or_zero(hi.x), finite_or_zero(hi.y)};
     }
-    if (end.turns) {
+    if (is_turned(p, n_lo)) {
       rotate<T>(end.cosine.x, end.sine.x, lo.x, hi.x);
       rotate<T>(end.cosine.y, end.sine.y, lo.y, hi.y);
     }
     auto held = [&](float x) { return to_float(rounded<T>(x, p.keeps_finite)); };
-    store(end.target, {held(lo.x), held(lo.y)});
-    store(end.target + p.dim / 2, {held(hi.x), held(hi.y)});
+    T* const target = rope_target<T>(p, m, n_lo, end.slot);
+    store(target, {held(lo.x), held(lo.y)});
+    store(target + p.dim / 2, {held(hi.x), held(hi.y)});
   } else {
     if constexpr (E == Epilogue::kResidual) add(lo, end.residual_lo), add(hi, end.residual_hi);
     store(out + n_lo, lo);
@@ -219,7 +217,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
     tile_rows<E>(p, first_tile + pair / 4, pair % 4 * 2, n_lo, n_hi);
     return i < kOwnRows * kPairs && first_row + row < p.rows && first_tile + pair / 4 < p.n / kTile;
   };
-  PairEnding<T> endings[kItems];
+  PairEnding endings[kItems];
 #pragma unroll
   for (int j = 0; j < kItems; ++j) {
     int row, column, n_lo, n_hi;

@@ -136,6 +136,7 @@ def _take_missed_kernel(
         rows = tl.arange(0, CAPACITY)
         place, index = slot * CAPACITY + rows, seq * CAPACITY + rows
         kept = tl.load(missed.positions + place)
+        tl.debug_barrier()  # all threads have read them
         tl.store(missed.positions + place, tl.full([CAPACITY], -1, tl.int64))
         tl.store(out.tokens + index, tl.load(missed.tokens + place))
         tl.store(out.is_row + index, kept >= 0)
