@@ -28,7 +28,7 @@ constexpr int kDeep = 1536, kDeeper = 2048, kWide = 2048;
 constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear
 constexpr int kMaxNarrow = 1024;                    // columns
 // Of narrow_linear, which has a block for each multiprocessor: two must not find room on one, for another
-// would have none. That is more than the ring and the rows take.
+// would have none. Ring and rows take less.
 constexpr int kLeastShared = 114 << 10;
 
 inline int resident_bytes(const LinearParams& p) { return p.rows * (p.k * 2 + kPad); }
@@ -88,11 +88,11 @@ template <typename T, bool kNorm>
 cudaError_t launch_narrow(const LinearParams& p, cudaStream_t stream) {
   const auto kernel = narrow_linear<T, kNorm, kNarrowWarps, kNarrowDepth>;
   constexpr int kRing = ring_bytes<true, 1, 1, kNarrowWarps, kNarrowDepth>();
-  const int shared = std::max(kRing + resident_bytes(p), kLeastShared);
+  static_assert(kRing + 8 * (2 * kMaxNarrow + kPad) <= kLeastShared);
   const cudaError_t raised =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kLeastShared);
   if (raised != cudaSuccess) return raised;
-  return launch(kernel, dim3(multiprocessors()), dim3(kNarrowWarps * 32), shared, stream, p);
+  return launch(kernel, dim3(multiprocessors()), dim3(kNarrowWarps * 32), kLeastShared, stream, p);
 }
 
 template <typename T, Epilogue E, int kNorms, int kBlocks, int kOuts, int kStages, int kSplit = 1>
