@@ -68,15 +68,7 @@ class DeviceStep:
             draft_len: drafts to propose for the next step.
         """
         tensors = assemble(inputs, self.state, self.kv_cache, self.shape, draft_len)
-        outputs = forward_step(
-            self.target,
-            self.worker,
-            self.draft_model,
-            tensors,
-            state=self.state,
-            mode=self.shape.mode,
-            num_logprobs=inputs.num_logprobs,
-        )
+        outputs = forward_step(self.target, self.worker, self.draft_model, tensors, self.state)
         if outputs.draft_inputs is None:
             self.worker.forget_step()
         return outputs

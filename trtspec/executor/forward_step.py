@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..distributed.logits import ShardedLogits, whole
 from ..metadata.attention import PackedRows
-from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.spec import SpecMetadata
 from ..models.decoder import Decoder
 from ..ops.step.rows import gather_rows, save_step
@@ -55,37 +54,12 @@ def forward_step(
     draft_model: DraftModel | LanguageModel | None,
     tensors: StepTensors,
     state: SlotState,
-    mode: SpeculativeDecodingMode,
-    num_logprobs: int | None = None,
 ) -> StepOutputs:
     """Runs one step and writes the next step's inputs to the slots. The host does not wait."""
     meta, spec = tensors.attn_metadata, tensors.spec_metadata
-    spec.prepare()
-    ids, verified = tensors.target
-    skips_rows = _last_layer_skips_rows(target, worker, tensors)
-    options = {"last_rows": tensors.gather_ids} if skips_rows else {}
-    hidden = target(
-        ids,
-        verified.position_ids,
-        verified,
-        capture=spec,
-        inputs_embeds=spec.inputs_embeds,
-        **options,
-    )
-    # A step without contexts has logits at every row: nothing to gather.
-    has_others = meta.num_contexts > 0 and not skips_rows
-    logits = target.compute_logits(hidden[tensors.gather_ids] if has_others else hidden)
-    if verified.packed is not None:
-        hidden, logits = _unpacked(hidden, logits, verified.packed, spec)
-    arguments = (
-        tensors.input_ids,
-        meta.position_ids,
-        None if skips_rows else hidden,
-        logits,
-        meta,
-        spec,
-        draft_model,
-    )
+    packed, mode = tensors.target.attn_metadata.packed, spec.spec_dec_mode
+    hidden, logits = _run_target(target, worker, tensors)
+    arguments = tensors.input_ids, meta.position_ids, hidden, logits, meta, spec, draft_model
     draft_inputs = None
     if mode.drafts_in_passes():  # the executor launches the drafter after this
         draft_inputs = worker.verify(*arguments)
@@ -95,14 +69,17 @@ def forward_step(
         worker.save_chances(tensors.slot_ids, state.chances)
     lens, next_tokens = outputs["new_tokens_lens"], outputs["next_new_tokens"]
     _save(tensors, lens, next_tokens, state)
-    saved = None
+    saved = logprobs = prompt_logprobs = None
     if mode.is_save_hidden_states():
+        assert hidden is not None
         saved = torch.cat([spec.captured_rows(meta.num_tokens), hidden], dim=-1)
-    logprobs = None
-    if num_logprobs is not None:
+    if tensors.num_logprobs is not None:
         logprobs = token_logprobs(
-            whole(logits), outputs["new_tokens"], meta.num_contexts, num_logprobs
+            whole(logits), outputs["new_tokens"], meta.num_contexts, tensors.num_logprobs
         )
+    if tensors.prompt_rows is not None:
+        assert hidden is not None
+        prompt_logprobs = _prompt_logprobs(target, hidden, tensors.prompt_rows)
     return StepOutputs(
         new_tokens=outputs["new_tokens"],
         new_tokens_lens=lens,
@@ -111,13 +88,35 @@ def forward_step(
         draft_inputs=draft_inputs,
         logprobs=logprobs,
         drafts=next_tokens[:, 1:] if draft_inputs is None else None,
-        num_verified=None if verified.packed is None else verified.packed.starts.diff() - 1,
-        prompt_logprobs=(
-            None
-            if tensors.prompt_rows is None
-            else _prompt_logprobs(target, hidden, tensors.prompt_rows)
-        ),
+        num_verified=None if packed is None else packed.starts.diff() - 1,
+        prompt_logprobs=prompt_logprobs,
     )
+
+
+def _run_target(
+    target: Decoder, worker: SpecWorkerBase, tensors: StepTensors
+) -> tuple[Tensor | None, Tensor | ShardedLogits]:
+    """Returns the target's final hidden states [T, D], and the logits of rows `gather_ids`.
+
+    The states are None where the last layer was computed for the rows with logits alone.
+    """
+    (ids, meta), spec = tensors.target, tensors.spec_metadata
+    skips_rows = _last_layer_skips_rows(target, worker, tensors)
+    hidden = target(
+        ids,
+        meta.position_ids,
+        meta,
+        capture=spec,
+        inputs_embeds=spec.inputs_embeds,
+        last_rows=tensors.gather_ids if skips_rows else None,
+    )
+    if skips_rows:
+        return None, target.compute_logits(hidden)
+    # A step without contexts has logits at every row: nothing to gather.
+    logits = target.compute_logits(hidden[tensors.gather_ids] if meta.num_contexts else hidden)
+    if meta.packed is not None:
+        return _unpacked(hidden, logits, meta.packed, spec)
+    return hidden, logits
 
 
 def _save(tensors: StepTensors, lens: Tensor, next_tokens: Tensor, state: SlotState) -> None:

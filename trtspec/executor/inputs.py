@@ -91,7 +91,7 @@ class StepInputs:
     request_ids: list[int]
     all_greedy: bool
     has_filters: bool
-    num_logprobs: int | None = None
+    num_logprobs: int | None = None  # alternatives to return with each token; None: nothing
     shapes_logits: bool = False
     is_cuda_graph: bool = False
     guided: GuidedStep | None = None  # where a request has a grammar
@@ -218,7 +218,8 @@ class StepTensors:
     attn_metadata: AttentionMetadata
     spec_metadata: SpecMetadata
     target: TargetPass  # the same rows, or fewer of them (`AttentionMetadata.packed`)
-    prompt_rows: PromptRows | None  # as in StepInputs
+    num_logprobs: int | None  # as in StepInputs
+    prompt_rows: PromptRows | None
 
 
 def assemble(
@@ -315,6 +316,7 @@ def assemble(
         attn_metadata=attn_metadata,
         spec_metadata=spec_metadata,
         target=target,
+        num_logprobs=inputs.num_logprobs,
         prompt_rows=inputs.prompt_rows,
     )
 
