@@ -245,7 +245,7 @@ def test_a_pass_is_what_the_host_would_send(
     cache, device = executor.kv_cache, executor.device
     ours, fixed = build_inputs(batch, cache, 2, device), shape.step_inputs(2, True, False)
     step, padded = (
-        assemble(inputs, executor.state, cache, executor.runner.step.shape)
+        assemble(inputs, executor.state, cache, executor.runner.step.shape, draft_len=0)
         for inputs in (ours, fixed)
     )
     count = len(chunks)

@@ -227,17 +227,14 @@ def assemble(
     state: SlotState,
     kv_cache: KVCacheManager,
     engine: EngineShape,
-    runtime_draft_len: int | None = None,
+    draft_len: int,
 ) -> StepTensors:
     """Gathers the generations' tokens and positions from their slots, on the device.
 
     Args:
-        runtime_draft_len: drafts to propose for the next step, None is K.
+        draft_len: drafts to propose for the next step.
     """
-    prompts, rows = inputs.contexts, inputs.num_drafts + 1
-    contexts = len(prompts.lens)
-    max_seq_len = engine.max_seq_len
-    proposed = engine.max_draft_len if runtime_draft_len is None else runtime_draft_len
+    contexts = len(inputs.contexts.lens)
     step, drafts = gather_step_inputs(
         inputs.slot_ids[contexts:],
         state.next_tokens,
@@ -245,20 +242,45 @@ def assemble(
         state.sampling,
         [table[contexts:] for table in inputs.block_tables],
         kv_cache.page_size,
-        rows,
-        max_seq_len,
-        first_row=prompts.num_tokens,
+        inputs.num_drafts + 1,
+        engine.max_seq_len,
+        first_row=inputs.contexts.num_tokens,
     )
     if contexts:
-        step = _with_contexts(step, inputs, state, kv_cache, max_seq_len)
+        step = _with_contexts(step, inputs, state, kv_cache, engine.max_seq_len)
+    attn_metadata = _attn_metadata(step, inputs, state, kv_cache, engine.max_seq_len)
+    target = TargetPass(step.input_ids, attn_metadata)
+    most = engine.max_verified_drafts
+    if most is not None and not contexts and drafts.numel() > most:
+        target, drafts = _packed(step, drafts, attn_metadata, state, inputs.slot_ids, most)
+    return StepTensors(
+        input_ids=step.input_ids,
+        slot_ids=inputs.slot_ids,
+        gather_ids=step.gather_ids,
+        attn_metadata=attn_metadata,
+        spec_metadata=_spec_metadata(step, drafts, inputs, state, engine, draft_len),
+        target=target,
+        num_logprobs=inputs.num_logprobs,
+        prompt_rows=inputs.prompt_rows,
+    )
+
+
+def _attn_metadata(
+    step: StepRows,
+    inputs: StepInputs,
+    state: SlotState,
+    kv_cache: KVCacheManager,
+    max_seq_len: int,
+) -> AttentionMetadata:
+    prompts = inputs.contexts
     deltas = None if state.rope_deltas is None else state.rope_deltas[inputs.slot_ids]
-    attn_metadata = AttentionMetadata(
+    return AttentionMetadata(
         context_lens=prompts.lens,
         context_starts=prompts.starts,
         context_firsts=prompts.firsts,
         last_context_rows=prompts.last_rows if prompts.is_padded else None,
         num_generations=inputs.num_generations,
-        rows_per_generation=rows,
+        rows_per_generation=inputs.num_drafts + 1,
         position_ids=step.position_ids,
         rope_position_ids=_rope_positions(step, inputs, deltas),
         rope_deltas=deltas,
@@ -270,11 +292,18 @@ def assemble(
         slot_mappings=step.slot_mappings,
         max_seq_len=max_seq_len,
     )
-    target = TargetPass(step.input_ids, attn_metadata)
-    most = engine.max_verified_drafts
-    if most is not None and not contexts and drafts.numel() > most:
-        target, drafts = _packed(step, drafts, attn_metadata, state, inputs.slot_ids, most)
-    spec_metadata = SpecMetadata(
+
+
+def _spec_metadata(
+    step: StepRows,
+    drafts: Tensor,
+    inputs: StepInputs,
+    state: SlotState,
+    engine: EngineShape,
+    draft_len: int,
+) -> SpecMetadata:
+    prompts, num_rows = inputs.contexts, step.position_ids.shape[0]
+    return SpecMetadata(
         max_num_requests=state.past_lens.shape[0] - 1,
         max_draft_len=engine.max_draft_len,
         max_total_draft_tokens=engine.max_draft_len,
@@ -283,15 +312,15 @@ def assemble(
         num_extra_kv_tokens=engine.num_extra_kv_tokens,
         num_layers=engine.num_layers,
         num_generations=inputs.num_generations,
-        num_tokens=step.position_ids.shape[0],
+        num_tokens=num_rows,
         all_rank_num_seqs=engine.of_all_ranks(len(inputs.request_ids)),
-        all_rank_num_tokens=engine.of_all_ranks(step.position_ids.shape[0]),
+        all_rank_num_tokens=engine.of_all_ranks(num_rows),
         request_ids=inputs.request_ids,
-        seq_lens=[*prompts.lens, *([rows] * inputs.num_generations)],
+        seq_lens=[*prompts.lens, *([inputs.num_drafts + 1] * inputs.num_generations)],
         draft_tokens=drafts,
         gather_ids=step.gather_ids,
         slot_ids=inputs.slot_ids,
-        next_prompt_tokens=prompts.next_prompt_tokens if contexts else None,
+        next_prompt_tokens=prompts.next_prompt_tokens if prompts.lens else None,
         inputs_embeds=prompts.inputs_embeds,
         next_inputs_embeds=prompts.next_inputs_embeds,
         reread_embeds=prompts.reread_embeds,
@@ -304,20 +333,10 @@ def assemble(
         captured=state.captured,
         logits_state=state.logits if inputs.shapes_logits else None,
         guided=inputs.guided,
-        missed=state.missed if inputs.drafts_nothing(proposed) else None,
-        runtime_draft_len=runtime_draft_len,
+        missed=state.missed if inputs.drafts_nothing(draft_len) else None,
+        runtime_draft_len=draft_len,
         state=state.worker,
         device=inputs.slot_ids.device,
-    )
-    return StepTensors(
-        input_ids=step.input_ids,
-        slot_ids=inputs.slot_ids,
-        gather_ids=step.gather_ids,
-        attn_metadata=attn_metadata,
-        spec_metadata=spec_metadata,
-        target=target,
-        num_logprobs=inputs.num_logprobs,
-        prompt_rows=inputs.prompt_rows,
     )
 
 
