@@ -195,7 +195,7 @@ def test_dealing_prompts_out() -> None:
     def dealt(*lens: int, most_worth: int = 100, most: int = 10) -> list[list[int]]:
         starts = [100 * i for i in range(len(lens))]
         chunks = [
-            ContextChunk(request, range(start, start + count), start, start + count)
+            ContextChunk(request, start, start + count)
             for start, count in zip(starts, lens, strict=True)
         ]
 
@@ -204,8 +204,8 @@ def test_dealing_prompts_out() -> None:
 
         passes = deal_out(chunks, shape_for, most_worth)
         pieces = [piece for some in passes for piece in some]
-        ids = [token for piece in pieces for token in piece.token_ids]
-        assert ids == ([token for chunk in chunks for token in chunk.token_ids] if passes else [])
+        rows = [row for piece in pieces for row in range(piece.start, piece.end)]
+        assert rows == ([row for c in chunks for row in range(c.start, c.end)] if passes else [])
         for before, after in pairwise(pieces):  # in order, within their request and after it
             assert after.start in (before.end, 100 * (before.start // 100 + 1))
         return [[c.end - c.start for c in some] for some in passes]
@@ -236,7 +236,7 @@ def test_a_pass_is_what_the_host_would_send(
         )
         request.slot = i
         assert executor.kv_cache.reserve(request.request_id, end)
-        chunks.append(ContextChunk(request, request.token_ids[start:end], start, end))
+        chunks.append(ContextChunk(request, start, end))
     rows = sum(end - start for start, end in spans)
     batch = ScheduledBatch(chunks, [])
     shape = Uncaptured(executor, (32,)).shapes[0]
@@ -300,7 +300,7 @@ def test_what_a_shape_holds(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     request = executor.enqueue([1] * 40, SamplingParams(max_tokens=2))
 
     def chunk(count: int) -> ContextChunk:
-        return ContextChunk(request, request.token_ids[:count], 0, count)
+        return ContextChunk(request, 0, count)
 
     assert shape.num_contexts == 2
     assert shape.holds([chunk(32)]) and not shape.holds([chunk(33)])

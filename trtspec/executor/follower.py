@@ -67,10 +67,9 @@ class Follower:
             compare_outputs(self.world, outputs)
 
     def _plan(self, message: StepMessage) -> StepPlan:
-        contexts = []
-        for slot, start, end in message.contexts:
-            request = self._requests[slot]
-            contexts.append(ContextChunk(request, request.token_ids[start:end], start, end))
+        contexts = [
+            ContextChunk(self._requests[slot], start, end) for slot, start, end in message.contexts
+        ]
         generations = []
         for slot, past_upper in message.generations:
             self._requests[slot].past_upper = past_upper

@@ -178,9 +178,12 @@ class ContextChunk:
     """Tokens [start, end) of a request's prompt (with its output, after a preemption)."""
 
     request: Request
-    token_ids: Sequence[int]
     start: int
     end: int
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.request.tokens_between(self.start, self.end)
 
     @property
     def num_tokens(self) -> int:
@@ -197,7 +200,8 @@ class ContextChunk:
     @property
     def next_prompt_token(self) -> int:
         """The token after the chunk; -1 if it is not chosen yet."""
-        return -1 if self.end == self.request.num_tokens else self.request.token_ids[self.end]
+        following = self.request.tokens_between(self.end, self.end + 1)
+        return following[0] if following else -1
 
     @property
     def num_prompt_logprobs(self) -> int:
@@ -211,9 +215,8 @@ class ContextChunk:
 
     def cut(self, count: int) -> tuple[ContextChunk, ContextChunk]:
         """Returns its first `count` tokens, and the others."""
-        middle, ids = self.start + count, self.token_ids
-        first = replace(self, token_ids=ids[:count], end=middle)
-        return first, replace(self, token_ids=ids[count:], start=middle)
+        middle = self.start + count
+        return replace(self, end=middle), replace(self, start=middle)
 
     def next_prompt_ids(self, count: int) -> list[int]:
         """Returns the prompt's tokens after the first `count` rows, -1 where embeddings stand."""

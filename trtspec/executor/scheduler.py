@@ -261,7 +261,7 @@ class Scheduler:
                 request.num_computed = request.num_reused = start
                 if request.cached_tokens is None:
                     request.cached_tokens = start
-                return ContextChunk(request, request.tokens_between(start, end), start, end)
+                return ContextChunk(request, start, end)
         return None
 
     # -- prefixes ------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class Scheduler:
         end = self._end_of_chunk(request, start, budget)
         if end is None or not self._reserve(request, self._held_after(end)):
             return None
-        return ContextChunk(request, request.tokens_between(start, end), start, end)
+        return ContextChunk(request, start, end)
 
     def _end_of_chunk(self, request: Request, start: int, budget: int) -> int | None:
         """Returns where a part of its prompt ends, or None if none fits into the budget."""
