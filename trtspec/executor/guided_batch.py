@@ -66,14 +66,14 @@ class GuidedBatch:
 
     def __post_init__(self) -> None:
         # Rows of contexts whose next token this step chooses, not the prompt.
-        self.chooses = [chunk.next_prompt_token < 0 for chunk in self.batch.contexts]
-        self.chooses += [True] * len(self.batch.generations)
+        chooses = [chunk.next_prompt_token < 0 for chunk in self.batch.contexts]
+        chooses += [True] * len(self.batch.generations)
         self._rows = [
             _Row(number, request, request.grammar)
             for number, request in enumerate(self.batch.requests)
             if request.grammar is not None
         ]
-        self._choosing = [row for row in self._rows if self.chooses[row.number]]
+        self._choosing = [row for row in self._rows if chooses[row.number]]
 
     def host_part(self, point: Point) -> None:
         """Does the host's part at a point of the step."""
@@ -115,10 +115,10 @@ class GuidedBatch:
     def _write_verify_masks(self) -> None:
         with self.waiting():
             masks = self.masks.verify.to_write()
-        num_contexts, num_rows = len(self.batch.contexts), self.num_drafts + 1
+        num_contexts = len(self.batch.contexts)
 
         def first_of(number: int) -> int:
-            return min(number, num_contexts) + max(0, number - num_contexts) * num_rows
+            return self.batch.first_logits_row(number, self.num_drafts)
 
         def fill(number: int, request: Request, grammar: Grammar) -> None:
             drafts = [] if number < num_contexts else request.next_drafts[: self.num_drafts]

@@ -239,6 +239,12 @@ class ScheduledBatch:
     def requests(self) -> list[Request]:
         return [chunk.request for chunk in self.contexts] + self.generations
 
+    def first_logits_row(self, number: int, num_drafts: int) -> int:
+        """Returns the first row of logits of request `number`: a context has one row, a generation
+        K'+1. For the number of requests it is the number of rows."""
+        contexts = len(self.contexts)
+        return min(number, contexts) + max(0, number - contexts) * (num_drafts + 1)
+
     @cached_property
     def distinct_params(self) -> list[SamplingParams]:
         """The sampling parameters of its requests, each object once: often all share one."""

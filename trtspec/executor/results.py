@@ -231,7 +231,10 @@ class StepReader:
             began = time.perf_counter()
             results.ready.synchronize()
             launched.waited = time.perf_counter() - began
-        tokens, lens = results.new_tokens.tolist(), results.new_tokens_lens.tolist()
+        lens = results.new_tokens_lens.tolist()
+        tokens = [
+            row[:length] for row, length in zip(results.new_tokens.tolist(), lens, strict=True)
+        ]
         num_asked, num_proposed = _num_drafts(launched)
         prompts, batch = _prompt_parts(launched), launched.batch
         is_bad = results.bad_requests.tolist()
@@ -244,11 +247,11 @@ class StepReader:
             "is_generation": [False] * len(batch.contexts) + [True] * len(batch.generations),
             "is_bad": is_bad,
             "yields_token": launched.yields_token,
-            "tokens": [row[:length] for row, length in zip(tokens, lens, strict=True)],
+            "tokens": tokens,
             "num_accepted": [length - 1 for length in lens],
             "num_asked": num_asked,
             "num_proposed": num_proposed,
-            "logprobs": _logprobs(launched, tokens, lens),
+            "logprobs": _logprobs(launched, tokens),
             "hidden": _hidden_rows(launched),
             "prompt_logprobs": prompts,
         }
@@ -306,25 +309,20 @@ def _prompt_parts(launched: LaunchedStep) -> Sequence[PromptPart | None]:
 
 
 def _logprobs(
-    launched: LaunchedStep, tokens: list[list[int]], lens: list[int]
+    launched: LaunchedStep, tokens: list[list[int]]
 ) -> Sequence[list[dict[int, Logprob]] | None]:
     """Returns each request's log probabilities, one entry per new token; None if not asked for."""
     batch, known = launched.batch, launched.results.logprobs
     if known is None:
         return [None] * len(batch.requests)
-    num_contexts = len(batch.contexts)
     columns: list[list[dict[int, Logprob]] | None] = []
-    for row, request in enumerate(batch.requests):
+    for number, request in enumerate(batch.requests):
         count = request.sampling_params.logprobs
-        if count is None or not launched.yields_token[row]:
+        if count is None or not launched.yields_token[number]:
             columns.append(None)
             continue
-        generation = max(0, row - num_contexts)
-        first = min(row, num_contexts) + generation * (launched.num_drafts + 1)
-        new_tokens = tokens[row][: lens[row]]
-        columns.append(
-            [_entry(known, first + i, token, count) for i, token in enumerate(new_tokens)]
-        )
+        rows = enumerate(tokens[number], start=batch.first_logits_row(number, launched.num_drafts))
+        columns.append([_entry(known, row, token, count) for row, token in rows])
     return columns
 
 
