@@ -693,9 +693,9 @@ def test_a_graph_without_memory_is_captured_no_more(caplog: pytest.LogCaptureFix
     graphs.may_lose_graphs = True
     assert not any(graphs._is_there(key) for key in (key, key, other))
     assert tried == [key, key, other] and len(caplog.records) == 1
-    assert graphs.is_lost(4, 2, all_greedy=True, is_guided=False)
-    assert not graphs.is_lost(4, 1, all_greedy=True, is_guided=False)
-    assert not graphs.is_lost(4, 2, all_greedy=False, is_guided=False)
+    greedy, sampled = (StepShape(4, all_greedy=kind) for kind in (True, False))
+    assert graphs.is_lost(greedy, 2)
+    assert not graphs.is_lost(greedy, 1) and not graphs.is_lost(sampled, 2)
     params = SamplingParams(temperature=0)
     batch = ScheduledBatch([], [SimpleNamespace(sampling_params=params)] * 3)  # type: ignore[list-item]
     graphs._graphs = {key._replace(num_drafts=1, draft_len=1): None}

@@ -62,9 +62,7 @@ class _GraphLaunches(Launches):
 
     def is_lost(self, shape: StepShape, draft_len: int) -> bool:
         graphs = self._runner.graphs
-        return graphs is not None and graphs.is_lost(
-            shape.size, draft_len, all_greedy=shape.all_greedy, is_guided=shape.is_guided
-        )
+        return graphs is not None and graphs.is_lost(shape, draft_len)
 
     def ready(self, batch: ScheduledBatch, lengths: list[int]) -> list[int]:
         graphs = self._runner.graphs
@@ -114,7 +112,7 @@ def _capture_lengths(
         return
     graphs.prepare_missed(size)
     for shape, draft_len in product(shapes, auto.lengths):
-        is_there = graphs.prepare(size, draft_len, all_greedy=shape.all_greedy)
+        is_there = graphs.prepare(shape, draft_len)
         if is_there and (shape, draft_len) in unknown:
             auto.costs.set(shape, draft_len, _seconds(graphs, shape, draft_len))
 
@@ -124,9 +122,7 @@ def _seconds(graphs: CudaGraphs, shape: StepShape, draft_len: int) -> StepSecond
     long = min(LONG, graphs.max_seq_len // 2)
     times = []
     for context in (long // SHARE, long):
-        seconds = graphs.replay_seconds(
-            shape.size, draft_len, all_greedy=shape.all_greedy, context=context
-        )
+        seconds = graphs.replay_seconds(shape, draft_len, context)
         assert seconds is not None
         times.append((context, seconds))
     return StepSeconds.through(*times)

@@ -35,6 +35,7 @@ from .generation_inputs import GenerationInputs
 from .guided_masks import GuidedMasks
 from .inputs import ContextRows, StepInputs
 from .request import ContextChunk, ScheduledBatch, StepPlan
+from .step_costs import StepShape
 
 logger = logging.getLogger(__name__)
 
@@ -163,13 +164,13 @@ class CudaGraphs:
             return False
         return True
 
-    def is_lost(self, size: int, draft_len: int, *, all_greedy: bool, is_guided: bool) -> bool:
-        """Whether a graph of this size and draft length found no memory."""
+    def is_lost(self, shape: StepShape, draft_len: int) -> bool:
+        """Whether a graph of this shape and draft length found no memory."""
         if not self._lost:
             return False
-        sought = size, draft_len, all_greedy, is_guided
+        sought = *shape, draft_len
         return any(
-            sought == (key.batch_size, key.draft_len, key.all_greedy, key.is_guided)
+            sought == (key.batch_size, key.all_greedy, key.is_guided, key.draft_len)
             for key in self._lost
             if not key.reads_missed
         )
@@ -297,18 +298,17 @@ class CudaGraphs:
                 if key not in self._graphs and not self._capture_contexts(inputs, key):
                     break
 
-    def prepare(self, size: int, draft_len: int, *, all_greedy: bool) -> bool:
-        """Captures a step that verifies and proposes K drafts. False: there is no memory for it."""
-        return self._is_there(GraphKey(size, draft_len, draft_len, all_greedy))
+    def prepare(self, shape: StepShape, draft_len: int) -> bool:
+        """Captures a step that verifies and proposes K drafts, without grammars. False: there is no
+        memory for it."""
+        return self._is_there(_key_of_shape(shape, draft_len))
 
     def prepare_missed(self, size: int) -> None:
         """Captures the pass over rows that the head has missed, where there may be some."""
         if self.step.state.missed is not None:
             self._is_there(_key_of_missed(size))
 
-    def replay_seconds(
-        self, size: int, draft_len: int, *, all_greedy: bool, context: int
-    ) -> float | None:
+    def replay_seconds(self, shape: StepShape, draft_len: int, context: int) -> float | None:
         """Returns the seconds of a step that verifies and proposes K drafts, behind `context`
         tokens.
 
@@ -317,12 +317,12 @@ class CudaGraphs:
 
         It waits for the device, and captures the graph first if need be. None: it is lost.
         """
-        key = GraphKey(size, draft_len, draft_len, all_greedy)
+        key = _key_of_shape(shape, draft_len)
         if not self._is_there(key):
             return None
         page = self.kv_cache.page_size
         num_tokens = min(context + 2 * (draft_len + 1) + page, self.max_seq_len)
-        tables = self.inputs.spread(size, num_tokens)
+        tables = self.inputs.spread(shape.size, num_tokens)
         past_lens = self.step.state.past_lens[-1:]  # the scratch slot's; a step clears it
         times = []
         for _ in range(TIMINGS):
@@ -449,6 +449,10 @@ def _key_of(plan: StepPlan, batch_size: int, context_tokens: int = 0) -> GraphKe
 
 def _key_of_contexts(plan: StepPlan, inputs: ContextInputs) -> GraphKey:
     return _key_of(plan, batch_size=inputs.num_contexts, context_tokens=inputs.num_tokens)
+
+
+def _key_of_shape(shape: StepShape, draft_len: int) -> GraphKey:
+    return GraphKey(shape.size, draft_len, draft_len, shape.all_greedy)
 
 
 def _key_of_missed(batch_size: int) -> GraphKey:
