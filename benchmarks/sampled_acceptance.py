@@ -20,6 +20,7 @@ from torch import Tensor
 from trtspec.config import DraftTargetDecodingConfig
 from trtspec.metadata.sampling import SamplingMetadata
 from trtspec.metadata.spec import SpecMetadata
+from trtspec.metadata.step import StepContext, StepSizes
 from trtspec.ops.launch import dispatch
 from trtspec.workers.base import SpecWorkerBase
 from trtspec.workers.protocols import DraftInputs
@@ -82,9 +83,9 @@ class Step:
 
     def draw(self) -> Tensor:
         tokens = torch.empty((self.batch, 1), dtype=torch.int32, device="cuda")
-        inputs = DraftInputs(
-            tokens, tokens, None, tokens, torch.ones_like(tokens[:, 0]), None, self.spec, None
-        )
+        lens, k = torch.ones_like(tokens[:, 0]), self.spec.max_draft_len
+        step = StepContext.of(self.spec, StepSizes(0, self.batch, k), k, tokens.device)
+        inputs = DraftInputs(tokens, tokens, None, tokens, lens, None, self.spec, None, step)
         sampler = self.worker.draft_sampler(inputs)
         return torch.stack(
             [

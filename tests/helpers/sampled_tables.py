@@ -10,6 +10,7 @@ from torch import Tensor
 from trtspec.config import DraftTargetDecodingConfig
 from trtspec.metadata.sampling import SamplingMetadata
 from trtspec.metadata.spec import SpecMetadata
+from trtspec.metadata.step import StepContext, StepSizes
 from trtspec.workers.base import SpecWorkerBase
 from trtspec.workers.protocols import DraftInputs
 
@@ -102,8 +103,9 @@ def decode_tables(
             texts[torch.arange(REQUESTS), places] = accepted[:, i].to(torch.int64)
             codes = torch.where(is_new, (codes * V + accepted[:, i]).clamp(max=limit - 1), codes)
         lens = torch.where(running, lens + counts, lens)
+        step = StepContext.of(spec, StepSizes(0, REQUESTS, K), K, accepted.device)
         inputs = DraftInputs(
-            torch.empty(0), torch.empty(0), None, accepted, counts, None, spec, None
+            torch.empty(0), torch.empty(0), None, accepted, counts, None, spec, None, step
         )  # fmt: skip
         sampler, ahead, proposals = worker.draft_sampler(inputs), codes, []
         for depth in range(K):

@@ -312,7 +312,6 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             attn_metadata=attn_metadata,
             spec_metadata=spec_metadata,
             draft_model=draft_model,
-            num_contexts=num_contexts,
             step=step,
         )
 

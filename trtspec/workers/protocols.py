@@ -13,7 +13,7 @@ from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
 from ..metadata.guided import GuidedDecoder
 from ..metadata.spec import SpecMetadata
-from ..metadata.step import StepContext, StepSizes
+from ..metadata.step import StepContext
 from ..ops.tokens.markov_walk import MarkovTables
 from ..ops.tokens.walk import Codebooks, PathCandidates
 from ..utils import renamed
@@ -186,26 +186,17 @@ class DraftInputs:
     attn_metadata: AttentionMetadata | None
     spec_metadata: SpecMetadata
     draft_model: DraftModel | LanguageModel | None
-    num_contexts: int = 0  # C
-    step: StepContext = field(default=None, repr=False)  # type: ignore[assignment]
-    """`spec_metadata` with every field there; made of it where it is not given."""
+    step: StepContext = field(repr=False)  # `spec_metadata` with every field there
+
+    @property
+    def num_contexts(self) -> int:
+        """C."""
+        return self.step.sizes.num_contexts
 
     @property
     def path(self) -> AcceptedPath:
         """Returns the accepted rows."""
         return AcceptedPath(self.accepted_tokens, self.num_accepted_tokens)
-
-    def __post_init__(self) -> None:
-        if self.step is None:
-            object.__setattr__(self, "step", self._converted())
-
-    def _converted(self) -> StepContext:
-        spec, lens = self.spec_metadata, self.num_accepted_tokens
-        generations, num_drafts = lens.shape[0] - self.num_contexts, 0
-        if generations and spec.draft_tokens is not None:
-            num_drafts = spec.draft_tokens.numel() // generations
-        sizes = StepSizes(self.num_contexts, generations, num_drafts)
-        return StepContext.of(spec, sizes, spec.max_draft_len, lens.device)
 
 
 __getattr__ = renamed(__name__, {"ParallelDraftModel": "MaskedDraftModel"})
