@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from trtspec.distributed.background import CALLS_AT_END, in_background, start_th
 from trtspec.distributed.peer import ALL_REDUCE_ENV_VAR
 from trtspec.distributed.world import TIMEOUT_ENV_VAR, World
 from trtspec.errors import CheckpointError, ConfigError, RankError
+from trtspec.executor.ranks import LeadingRunner
 
 starts_ranks_again = pytest.mark.skipif(
     not full(), reason="starts ranks again, which takes seconds each: make test-all"
@@ -318,6 +320,18 @@ def test_ray_is_optional(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"pip install 'trtspec\[ray\]'"):
         two_ranks(model, backend="ray")
+
+
+def test_masks_are_given_back_after_a_failure_too() -> None:
+    """Of grammars. Models, slots and graphs were, and these stayed until the engine was gone."""
+    runner: Any = object.__new__(LeadingRunner)
+    released: list[str] = []
+    runner._finalizer = SimpleNamespace(detach=lambda: None)
+    runner.world = SimpleNamespace(failure="a rank is lost", close_if_idle=lambda: None)
+    runner.step = SimpleNamespace(release_memory=lambda: released.append("step"))
+    vars(runner).update(graphs="graphs", masks="masks")
+    runner.release_memory()
+    assert released == ["step"] and not {"graphs", "masks"} & set(vars(runner))
 
 
 def test_a_world_waits_for_its_watching_thread() -> None:

@@ -134,8 +134,7 @@ class LeadingRunner(StepRunner):
         if self.world.failure is None:
             super().release_memory()
         else:  # what is in flight never ends: no call waits for it
-            self.step.release_memory()
-            vars(self).pop("graphs", None)
+            self.drop_memory()
         self.world.close_if_idle()
 
 

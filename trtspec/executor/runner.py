@@ -306,6 +306,10 @@ class StepRunner:
         """Gives models, cache, slots and graphs back at once, for good."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        self.drop_memory()
+
+    def drop_memory(self) -> None:
+        """Does so without waiting for what is in flight."""
         self.step.release_memory()
         vars(self).pop("graphs", None)
         vars(self).pop("masks", None)
