@@ -62,7 +62,8 @@ def launch(executor: PyExecutor, num_graphs: int = 1) -> None:
         with no_waiting():
             batch = executor._schedule()
             assert len(batch.generations) == 2 and not batch.contexts
-            executor._pending.append(executor._launch(batch))
+            draft_len = executor._draft_len.of(batch, batch)
+            executor._pending.append(executor._launch(batch, draft_len))
         torch.cuda.synchronize()
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts.get("cudaGraphLaunch", 0) == num_graphs

@@ -73,7 +73,7 @@ class DraftLen:
 
     def may_rest(self, waiting: Iterable[Request] = ()) -> bool:
         """Whether the next step may draft nothing if it finds no blocks for drafts."""
-        return self.is_exact
+        return False
 
     def of(self, batch: ScheduledBatch, part: ScheduledBatch) -> int:
         """Returns how many drafts a launch proposes, of a part of a batch or of all of it."""

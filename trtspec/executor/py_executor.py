@@ -398,17 +398,10 @@ class PyExecutor:
         return self._draft_len.last
 
     # -- run -----------------------------------------------------------------------------------
-    def _launch(self, batch: ScheduledBatch, draft_len: int | None = None) -> LaunchedStep:
-        """Launches one step and starts to copy its results.
-
-        Args:
-            draft_len: drafts to propose for the next step; None: as many as for any such batch.
-        """
-        if draft_len is None:
-            draft_len = self._draft_len.of(batch, batch)
-        num_drafts = self.runner.num_drafts_to_verify(
-            batch.generations, draft_len if self._draft_len.is_exact else None
-        )
+    def _launch(self, batch: ScheduledBatch, draft_len: int) -> LaunchedStep:
+        """Launches one step, which proposes `draft_len` drafts, and starts to copy its results."""
+        exactly = draft_len if self._draft_len.is_exact else None
+        num_drafts = self.runner.num_drafts_to_verify(batch.generations, exactly)
         guided = self._guided(batch, num_drafts) if batch.is_guided else None
         plan = StepPlan(
             batch=batch,
@@ -422,7 +415,7 @@ class PyExecutor:
             self._finish_launches()  # the step before writes the drafts that are counted
         num_proposed = self.runner.count_proposed(batch, plan.num_drafts)
         launch = self.runner.run(plan)
-        most_asked = draft_len if self._draft_len.is_exact else self.max_draft_len
+        most_asked = self.max_draft_len if exactly is None else exactly
         drafts_of = None if guided is None else partial(self.runner.drafts_of, batch)
         launched = self.reader.copy(
             plan, launch, num_proposed, guided, drafts_of, most_asked=most_asked
@@ -431,8 +424,8 @@ class PyExecutor:
             launched.finish_launch()
         self._watch.add_launched(launched)
         plan.count_as_launched()
-        for request in [chunk.request for chunk in batch.contexts]:
-            self.scheduler.publish(request)
+        for chunk in batch.contexts:
+            self.scheduler.publish(chunk.request)
         return launched
 
     def _finish_launches(self) -> None:
