@@ -36,7 +36,8 @@ class DraftMemory:
         device: torch.device,
         dtype: torch.dtype,
     ) -> DraftMemory:
-        """
+        """Allocates the memory, all zeros.
+
         Args:
             vocab_size: Vd <= V. target_vocab_size: V.
             d2t: [Vd] offsets from draft to target ids, no two to the same one. None: the drafter's

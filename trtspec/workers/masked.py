@@ -44,7 +44,8 @@ class MaskedWorker(OnePassWorker):
     """Builds the pass's rows, for both kinds of masked drafter."""
 
     first_row_offset: ClassVar[int]
-    """Position of the pass's first row, less that of the certain row (`accepted_path.py`)."""
+    """Position of the pass's first row, less that of the certain row
+    (`metadata/accepted_path.py`)."""
 
     @property
     def num_extra_kv_tokens(self) -> int:
