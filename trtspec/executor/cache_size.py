@@ -39,15 +39,15 @@ class CacheNeeds:
         Parts of prompts share one pass.
         """
         each = window + self.rewritten + 2 * self.rows + self.extra_kv + 2 * self.page_size
-        return self._blocks(num_requests * each + self.max_num_tokens)
+        return self.blocks_for(num_requests * each + self.max_num_tokens)
 
-    def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
+    def blocks_for(self, num_tokens: int) -> int:
+        return max(1, -(-num_tokens // self.page_size))
 
     def blocks_of_group(self, spec: KVGroupSpec, num_tokens: int) -> int:
         """Returns a group's blocks, reserved ones left out, in a cache of `num_tokens` over all
         requests."""
-        blocks = max(1, self._blocks(num_tokens))
+        blocks = self.blocks_for(num_tokens)
         if spec.window is None:
             return blocks
         return min(blocks, self.behind_window(spec.window, self.max_batch_size))
@@ -75,7 +75,7 @@ def size_cache(
                 f"most {most}. Lower it, or leave it out."
             )
     blocks = [needs.blocks_of_group(spec, tokens) for spec in specs]
-    unwindowed = max(1, -(-tokens // needs.page_size))
+    unwindowed = needs.blocks_for(tokens)
     for g, (spec, count) in enumerate(zip(specs, blocks, strict=True)):
         if count < unwindowed:
             saved = (unwindowed - count) * needs.page_size * spec.bytes_per_token()
