@@ -29,6 +29,11 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
+def described(error: BaseException) -> str:
+    """An exception as a message has it: its type and what it says."""
+    return f"{type(error).__name__}: {error}"
+
+
 class TrtspecError(Exception):
     """Base of every error trtspec raises on purpose."""
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..errors import RankError, errors_of_callers
+from ..errors import RankError, described, errors_of_callers
 from ..workers.protocols import EndedText
 from .request import Request, RequestState, ScheduledBatch, StopCheck
 from .results import HiddenRows, RequestResult
@@ -26,11 +26,7 @@ class RequestBook:
         saver: set where hidden states are saved. A request that ends is one sample, or none.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        saver: HiddenStatesSaver | None,
-    ):
+    def __init__(self, scheduler: Scheduler, saver: HiddenStatesSaver | None):
         self.scheduler, self.saver = scheduler, saver
         self.live: dict[int, Request] = {}
         self.held: dict[int, Request] = {}  # live, not scheduled: their grammar is not compiled yet
@@ -202,7 +198,3 @@ class RequestBook:
                 del self.live[request.request_id]
                 if self.on_finish is not None:
                     self.on_finish(request)
-
-
-def described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -23,6 +23,7 @@ from ..config import EngineConfig
 from ..distributed.link import EngineLink
 from ..distributed.start import join_world
 from ..distributed.world import World
+from ..errors import described
 from ..state.kv_cache import BlockCopy
 from ..workers.protocols import EndedText
 from .build import build_runner
@@ -156,7 +157,7 @@ def follow(world: World) -> NoReturn:
     try:
         serve(world)
     except BaseException as error:  # noqa: BLE001 - the process ends here
-        sys.stderr.write(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}\n")
+        sys.stderr.write(f"rank {os.environ['RANK']}: {described(error)}\n")
         sys.stderr.flush()
         os._exit(1)
     os._exit(0)  # nothing to clean up, and no collective to wait for

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..errors import described
 from ..guided.grammar import OPEN, Grammar
 from ..metadata.guided import DraftPoint, Point, VerifyPoint
 from .guided_masks import GuidedMasks
@@ -185,7 +186,7 @@ class GuidedBatch:
                 part(*row)
             except Exception as error:
                 logger.exception("The grammar of request %d raised.", row.request.request_id)
-                self._end(row, f"its grammar raised {type(error).__name__}: {error}")
+                self._end(row, f"its grammar raised {described(error)}")
                 failed.append(row)
             now = time.monotonic()
             if now - began > MASK_SECONDS:

@@ -8,8 +8,8 @@ from itertools import islice
 from typing import Any
 
 from ..config import Drafter
-from ..errors import DrafterError, errors_of_callers
-from .book import RequestBook, described
+from ..errors import DrafterError, described, errors_of_callers
+from .book import RequestBook
 from .request import Request
 
 
