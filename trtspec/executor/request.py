@@ -128,20 +128,24 @@ class Request:
         """Returns `end`, or the start of the image that a chunk ending there would cut."""
         return next((start for start, stop in self.images if start < end < stop), end)
 
+    def wait_again(self) -> None:
+        """Waits without slot and KV: prompt and output so far are to be computed again."""
+        self.state, self.slot = RequestState.WAITING, -1
+        self.num_computed = self.num_reused = self.past_upper = self.num_missed = 0
+
     def start_over(self) -> None:
         """Waits again after an exception, with the output of the steps that were read."""
+        self.wait_again()
         del self.output_token_ids[self.num_read :]
         if self.logprobs is not None:
             del self.logprobs[self.num_read :]
         if self.sources is not None:
             del self.sources[self.num_read :]
         self.text, self.error, self.is_poisoned = None, None, False
-        self.state, self.slot = RequestState.WAITING, -1
-        self.num_computed = self.past_upper = self.num_drafts = self.num_in_flight = 0
-        self.num_reused, self.num_missed, self.prefix = 0, 0, None
+        self.num_drafts, self.num_in_flight, self.prefix = 0, 0, None
 
     def end(self) -> None:
-        """Forgets slot, positions and steps in flight."""
+        """Ends after an exception. What a running request alone needs is forgotten."""
         self.state, self.slot = RequestState.FINISHED, -1
         self.embeds = self.grammar = self.prefix = None
         self.num_in_flight = 0

@@ -377,8 +377,7 @@ class Scheduler:
         """Takes back slot and blocks. The request waits and recomputes prompt and output so far."""
         self._leave(request)
         self.release_blocks(request)
-        request.state, request.num_computed, request.past_upper = RequestState.WAITING, 0, 0
-        request.num_reused = request.num_missed = 0
+        request.wait_again()
         self.waiting.appendleft(request)
 
     def start_over(self, requests: list[Request]) -> None:
