@@ -166,7 +166,7 @@ class Scheduler:
         return least if least > 1 else 0
 
     def _may_start(self) -> bool:
-        """Whether prompts may start now: enough of them wait, or no generation would be delayed.
+        """Whether prompts may start now: enough slots are free, or no generation would be delayed.
 
         A step with prompts is slower for all its generations. So a few steps with many prompts
         each cost less than many steps with one. With "auto" prompts wait until free slots have
@@ -177,8 +177,10 @@ class Scheduler:
         if not free:
             return False
         generating = sum(r.state is RequestState.GENERATION for r in self.running)
-        if not generating or self.config.prefill_batch_size != "auto":
-            return free >= (self._least_free if generating else 1)
+        if not generating:
+            return True
+        if self.config.prefill_batch_size != "auto":
+            return free >= self._least_free
         return free >= len(self.waiting) or self.idle_slot_steps >= generating
 
     @property
