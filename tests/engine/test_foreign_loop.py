@@ -47,9 +47,9 @@ TABLE = torch.randn(V, V, generator=torch.Generator().manual_seed(5))
 class TableHead:
     """A head that knows the target's table: its hidden state is the token it read."""
 
-    num_layers, d2t = 1, None
+    d2t = None
     layers_to_capture: tuple[int, ...] = (0,)
-    shares_embedding = shares_lm_head = advances_positions = True
+    advances_positions = True
 
     def __init__(self, table: Tensor = TABLE):
         self.table = table

@@ -29,9 +29,6 @@ class RecordingHead:
     passes: list[dict[str, Any]] = field(default_factory=list)
     layers_to_capture: tuple[int, ...] = (0,)
     d2t: Tensor | None = None
-    num_layers: int = 1
-    shares_embedding: bool = True
-    shares_lm_head: bool = True
     advances_positions: bool = True
 
     def kv_group_of_layer(self, layer: int) -> int:

@@ -39,10 +39,7 @@ class DraftModel(Protocol):
     Returns (what `compute_logits` reads, the feedback), both [T, H], or one tensor that is both.
     """
 
-    num_layers: int
     d2t: Tensor | None  # [Vd] offsets from draft to target ids
-    shares_embedding: bool
-    shares_lm_head: bool
     advances_positions: bool  # False: query-only drafters at a constant position
 
     @property
