@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_SEQ_LEN = 8192
 GRAPH_ROWS = 8192
-"""A pass has room for as many where graphs of prompts do: many short prompts of a small model cost
-little more than one."""
+"""Where graphs serve prompts, a pass has room by default for the rows that are worth a graph, this
+many at most: many short prompts of a small model cost little more than one."""
 
 __all__ = ["build_executor", "resolve_device", "resolve_dtype"]
 

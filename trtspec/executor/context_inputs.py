@@ -32,7 +32,8 @@ TOKENS_PER_CONTEXT = 16
 """Rows of a shape per context that it has; shorter prompts need a larger shape."""
 
 MAX_PASSES = 8
-"""Captured passes over prompts in one step. Even of few rows each takes a tenth of an eager one."""
+"""Most captured passes over prompts in one step. Even with few rows each takes a tenth of an eager
+one."""
 
 
 def most_worth_capturing(target: Decoder) -> int:

@@ -20,7 +20,8 @@ class DraftLen:
     """
 
     is_exact = False
-    """A step verifies as many as it proposes. So a K needs one graph, not one with each other K."""
+    """Whether a step verifies as many drafts as it proposes. Then a K needs one graph, not one with
+    each other K."""
 
     def __init__(self, max_draft_len: int, config: DecodingBaseConfig | None):
         self.max_draft_len = max_draft_len

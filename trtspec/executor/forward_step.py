@@ -21,10 +21,11 @@ from .inputs import PromptRows, StepTensors
 from .pinned import Piece
 
 FEWEST_ROWS = 512
-"""Of a pass over prompts, from which on its last layer is computed for the rows with logits alone.
-With fewer, reading weights takes the time, whatever the rows."""
+"""A pass over prompts of this many rows or more computes its last layer for the rows with logits
+alone. With fewer, reading weights takes the time, whatever the rows."""
 MOST_LOGITS = 1 << 26
-"""Computed at once for log probabilities of prompts: 512 rows of a vocabulary of 128 Ki tokens."""
+"""How many are computed at once for log probabilities of prompts: 512 rows of a vocabulary of
+128 Ki tokens."""
 
 
 @dataclass(frozen=True)

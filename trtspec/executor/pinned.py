@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 MAX_PIECE_BYTES = 1 << 20
-"""Of memory that several tensors are parts of: more is not copied for their sake."""
+"""Tensors that are parts of one piece of memory are copied with it, if it has no more bytes."""
 
 
 class PinnedBuffer:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 CAPACITY = 32
-"""Rows kept of a request. The pass over them costs a step's share of 1 / CAPACITY."""
+"""Most rows kept of a request. So in steps that draft nothing the pass over them comes once in as
+many steps."""
 
 
 class MissedRows(NamedTuple):
