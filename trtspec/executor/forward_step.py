@@ -59,6 +59,7 @@ def forward_step(
     """Runs one step and writes the next step's inputs to the slots. The host does not wait."""
     meta, spec = tensors.attn_metadata, tensors.spec_metadata
     packed, mode = tensors.target.attn_metadata.packed, spec.spec_dec_mode
+    spec.prepare()
     hidden, logits = _run_target(target, worker, tensors)
     arguments = tensors.input_ids, meta.position_ids, hidden, logits, meta, spec, draft_model
     draft_inputs = None
