@@ -17,6 +17,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as families
 from served import Served, greedy, make_llm, raw_post, read_all, served_model_dir
+from tiny import tiny_model_dir
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -557,6 +558,20 @@ def test_tokens_and_small_endpoints(served: Served) -> None:
     assert served.post("/reset_prefix_cache", {}).status_code == 200
     usage = served.post(TEXT, BASE | {"prompt": "b" * 100}).json()["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> None:
+    """Its answers have no text. A prompt that is echoed has none either, but log probabilities."""
+    served = Served(make_llm(tiny_model_dir(tmp_path)))
+    ids = BASE | {"prompt": [5, 6, 7], "max_tokens": 4}
+    replies = [served.post(TEXT, ids | more) for more in ({}, {"echo": True})]
+    assert [reply.json()["choices"][0]["text"] for reply in replies] == ["", ""]
+    known = served.post(TEXT, ids | {"echo": True, "logprobs": 1}).json()["choices"][0]["logprobs"]
+    assert known["tokens"][:3] == ["token_id:5", "token_id:6", "token_id:7"]
+    assert len(known["tokens"]) == 7 and known["text_offset"] == [0] * 7
+    refused(served.post(TEXT, BASE), 400)
+    refused(served.post(CHAT, {"model": "tiny", "messages": USER}), 400, "messages")
+    served.close()
 
 
 def test_no_header_or_body_reaches_the_file_system(

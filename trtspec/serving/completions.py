@@ -81,6 +81,8 @@ class CompletionEndpoint(Endpoint):
         if not request.echo:
             return Echo("")
         tokenizer, in_thread = self.llm.tokenizer, self.llm.in_thread
+        if tokenizer is None:  # no token has a text
+            return Echo("")
         if not isinstance(prompt, str):
             return Echo(await in_thread(lambda: tokenizer.decode(prompt, skip_special_tokens=True)))
         if request.logprobs is None:
