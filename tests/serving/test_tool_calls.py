@@ -297,6 +297,9 @@ def test_half_a_surrogate_pair_can_be_sent() -> None:
     (delta,) = ToolCallParser(HERMES).feed(text)
     assert isinstance(delta, ToolCallDelta)
     assert delta.arguments.encode() and json.loads(delta.arguments) == {"x": "\ud800é"}
+    text = '<tool_call>{"name": "f", "arguments": {}, "id": "\\ud800"}</tool_call>'
+    (delta,) = ToolCallParser(HERMES).feed(text)
+    assert isinstance(delta, ToolCallDelta) and delta.id is None  # the server makes one
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,8 @@ def call_of(value: Any, tools: Tools, keys: tuple[str, ...] = ("arguments",)) ->
         except ValueError:
             return None
     given = value.get("id")
-    return make_call(value["name"], arguments, tools, given if isinstance(given, str) else None)
+    call_id = given if isinstance(given, str) and given.isprintable() else None
+    return make_call(value["name"], arguments, tools, call_id)
 
 
 def make_call(name: str, arguments: Any, tools: Tools, call_id: str | None = None) -> Call | None:
