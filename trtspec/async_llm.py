@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .api.text_stream import TextStream
 from .config import DecodingBaseConfig
 from .executor.request import Request
 from .frontend.async_front import ENGINE_CALLS, Asked, AsyncFront, EngineFacts, check_queue
 from .frontend.engine_thread import Bell, EngineThread, Feed, LoopPort
+from .frontend.marked_tokenizer import keep_markers
 from .llm import LLM
 
 
@@ -110,6 +112,8 @@ def make_requests(llm: LLM, asked: Asked) -> list[Request]:
     for request in requests:
         request.arrived = asked.arrived
         request.sources = [] if asked.keep_sources else None
+        if stops := request.sampling_params.stop_strings:
+            request.text = TextStream(keep_markers(llm.tokenizer, asked.markers), stops)
     return requests
 
 

@@ -140,6 +140,10 @@ def test_stop_strings_and_what_is_held_back(tokenizer: Any) -> None:
     assert stream.safe_text() == "go on ENX"
     assert stream.extend(ids("go on ENX ENOUGH, yes"))
     assert stream.safe_text() == stream.final() == "go on ENX "
+    again = stream.emptied()
+    assert again.safe_text() == again.final() == "" and not again.extend(ids("go"))
+    assert again.extend(ids("go on END")) and again.final() == "go on "
+    assert stream.final() == "go on ENX "
     unfinished = TextStream(tokenizer, ("END",))
     unfinished.extend(ids("the EN"))
     assert unfinished.safe_text() == "the " and unfinished.final() == "the EN"

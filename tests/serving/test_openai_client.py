@@ -564,6 +564,28 @@ def test_without_parallel_calls_the_answer_ends_after_the_first(
     assert counts[False] < 0.75 * counts[True]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_stop_strings_are_found_in_text_with_markers(
+    caller: openai.OpenAI, is_streamed: bool
+) -> None:
+    """The marker is a special token, which the text of other answers does not have."""
+    form = {"type": "structural_tag", "format": {"type": "const_string", "value": TWO_CALLS}}
+    fields: dict[str, Any] = dict(tools=TOOLS, max_tokens=150, extra_body={"response_format": form})
+    for stop, content, reason in (("b<tool_", "a", "stop"), ("b\n{", "ab", "tool_calls")):
+        fields["stop"] = stop
+        if is_streamed:
+            usage = {"stream_options": {"include_usage": True}}
+            *chunks, answer = ask(caller, stream=True, **fields, **usage)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            last = chunks[-1].choices[0]
+        else:
+            answer = ask(caller, **fields)
+            last = answer.choices[0]
+            text = last.message.content
+        assert (text, last.finish_reason) == (content, reason)
+        assert reason != "stop" or answer.usage.completion_tokens == 2
+
+
 def test_calls_that_cannot_be_forced(caller: openai.OpenAI, client: openai.OpenAI) -> None:
     other: Any = {"type": "function", "function": {"name": "other"}}
     form = {"response_format": {"type": "json_object"}}

@@ -13,8 +13,8 @@ from guided import save_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trtspec.frontend.marked_tokenizer import keep_markers
 from trtspec.serving.chat import ChatEndpoint
-from trtspec.serving.markers import keep_markers
 from trtspec.serving.tool_calls import (
     ARGUMENT_TAGS,
     DEEPSEEK,

@@ -73,11 +73,17 @@ class TextStream:
         Bytes that are no character also spoil whole ones that come in the same step. So the text
         would depend on the steps.
         """
-        single = copy.copy(self)
-        single._ids, single._text, single._is_single = [], "", True
-        single._prefix = single._read = 0
+        single = self.emptied()
+        single._is_single = True
         single._add_each(self._ids)
         vars(self).update(vars(single))  # at once
+
+    def emptied(self) -> TextStream:
+        """Returns a stream without tokens that is like this one."""
+        empty = copy.copy(self)
+        empty._ids, empty._text, empty._stopped = [], "", False
+        empty._prefix = empty._read = 0
+        return empty
 
     def _new_text(self) -> str:
         assert self._decode is not None

@@ -61,7 +61,7 @@ class Request:
     finish_reason: str | None = None
     error: str | None = None
     is_poisoned: bool = False  # its KV holds NaN: cleared before the blocks go to another
-    text: TextStream | None = None  # set by `LLM`, which checks stop strings
+    text: TextStream | None = None  # set where stop strings are checked
     grammar: Grammar | None = None  # once it is compiled, of a request that has one
     next_drafts: list[int] = field(default_factory=list)  # [K] in its slot, if it has a grammar
     num_steps: int = 0  # generation steps read
@@ -141,7 +141,8 @@ class Request:
             del self.logprobs[self.num_read :]
         if self.sources is not None:
             del self.sources[self.num_read :]
-        self.text, self.error, self.is_poisoned = None, None, False
+        self.text = None if self.text is None else self.text.emptied()
+        self.error, self.is_poisoned = None, False
         self.num_drafts, self.num_in_flight, self.prefix = 0, 0, None
 
     def end(self) -> None:

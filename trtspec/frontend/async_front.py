@@ -19,6 +19,7 @@ from ..errors import ConfigError, EngineError, QueueFullError, RequestError, sho
 from ..executor.request import Request
 from .engine_thread import SHUT_DOWN, Bell, Feed
 from .inputs import NOTHING, Inputs, Messages, Prompt, TokenizedPrompt, checked_id
+from .marked_tokenizer import keep_markers
 from .outputs import NOTHING_NEW, Acceptance, OutputReader, Piece, join
 from .time_limit import TimeLimit
 
@@ -41,6 +42,7 @@ class Asked(NamedTuple):
     is_whole: bool  # nothing is new before the end
     keep_counts: bool  # how many drafts were accepted is known before the end
     arrived: float  # of time.perf_counter()
+    markers: tuple[str, ...]  # see `OutputStream.markers`
 
 
 @dataclass(frozen=True)
@@ -387,8 +389,8 @@ class OutputStream(AsyncIterator[RequestOutput]):
         self._feeds: list[Feed] = []
         self._readers: list[OutputReader] = []
         self._is_started = False
-        self.tokenizer = llm.tokenizer
-        """Decodes the text. Another may be set before the stream is started."""
+        self.markers: tuple[str, ...] = ()
+        """Set before the stream is started: the text has these, also as special tokens."""
         self.arrived = 0.0
         """When the request came, of time.perf_counter(); 0.0: when the stream is started."""
         self.bell = Bell()
@@ -434,11 +436,11 @@ class OutputStream(AsyncIterator[RequestOutput]):
                 is_whole=self.is_whole,
                 keep_counts=self.keep_counts,
                 arrived=arrived,
+                markers=self.markers,
             )
+            tokenizer = keep_markers(self._llm.tokenizer, self.markers)
             self._feeds = await self._llm.open_requests(asked, self.bell)
-            self._readers = [
-                OutputReader(feed.request, text, self.tokenizer) for feed in self._feeds
-            ]
+            self._readers = [OutputReader(feed.request, text, tokenizer) for feed in self._feeds]
         except BaseException:
             self._llm.release(params.n)
             raise

@@ -25,7 +25,6 @@ from .config import ServerConfig
 from .endpoint import Answer, Endpoint
 from .errors import of_library, refused
 from .forced_calls import tag_of_calls
-from .markers import keep_markers
 from .protocol import ChatRequest, Message, NamedTool, Tool
 from .reasoning import ReasoningMarkers, ReasoningSplitter, split_for, starts_inside
 from .sampling import make_params
@@ -113,9 +112,6 @@ class ChatEndpoint(Endpoint):
             reasoning_end=markers.end if markers is not None and is_inside else None,
             tag=tag,
         )
-        marked: list[str] = [] if form is None else list(form.markers)
-        if markers is not None:
-            marked += markers
 
         async def given() -> TokenizedPrompt:
             return tokens
@@ -125,7 +121,7 @@ class ChatEndpoint(Endpoint):
         # Without parallel calls an answer ends after its first call, which the engine cannot know.
         stream.is_whole = not request.stream and request.parallel_tool_calls
         stream.keep_counts = not request.parallel_tool_calls
-        stream.tokenizer = keep_markers(self.tokenizer, marked) if marked else self.tokenizer
+        stream.markers = (*(form.markers if form else ()), *(markers or ()))
         await self.start([stream])
         choices = [
             Choice(
