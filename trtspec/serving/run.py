@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -75,86 +76,83 @@ class Outgoing:
         return getattr(self._transport, name)
 
 
-def guarded(config: ServerConfig) -> type[asyncio.Protocol]:
-    """Returns uvicorn's protocol, with limits.
+class Guarded(NoUpgrades):
+    """uvicorn's protocol of one connection, with limits.
 
     A head that is slow or endless ends its connection, and so does a client that does not read.
     """
-    outbox = Outbox()
 
-    class Guarded(NoUpgrades):
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **kwargs)
-            self._head_timer: asyncio.TimerHandle | None = None
-            self._write_timer: asyncio.TimerHandle | None = None
-            self._num_head_bytes = 0
+    def __init__(self, limits: ServerConfig, outbox: Outbox, **arguments: Any):
+        super().__init__(**arguments)
+        self._limits, self._outbox = limits, outbox
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._num_head_bytes = 0
 
-        @property
-        def _has_request(self) -> bool:
-            return self.cycle is not None and not self.cycle.response_complete
+    @property
+    def _has_request(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(Outgoing(transport, outbox))
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(Outgoing(transport, self._outbox))
+        self._expect_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope[CONNECTION] = self.transport
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and not self.parser.has_offer():
+            leave_out_chunks(self.cycle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop(self._head_timer)
+        self._stop(self._write_timer)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        was_busy = self._has_request
+        super().data_received(data)
+        if self._has_request:
+            self._stop(self._head_timer)
+            self._head_timer, self._num_head_bytes = None, 0
+            return
+        self._num_head_bytes += 0 if was_busy else len(data)
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self.transport.abort()
+        elif self._head_timer is None:
             self._expect_head()
 
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self.scope[CONNECTION] = self.transport
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.transport.is_full = True
+        self._stop(self._write_timer)
+        self._write_timer = self.loop.call_later(self._limits.write_timeout, self.transport.abort)
 
-        def on_headers_complete(self) -> None:
-            super().on_headers_complete()
-            if self.scope["http_version"] == "1.0" and not self.parser.has_offer():
-                leave_out_chunks(self.cycle)
+    def resume_writing(self) -> None:
+        self._stop(self._write_timer)
+        super().resume_writing()
+        self.transport.is_full = False
+        if self.transport.on_room is not None:
+            self.transport.on_room()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop(self._head_timer)
-            self._stop(self._write_timer)
-            super().connection_lost(exc)
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():  # close() would wait for the reader
+            self.transport.abort()
+        super().timeout_keep_alive_handler()
 
-        def data_received(self, data: bytes) -> None:
-            was_busy = self._has_request
-            super().data_received(data)
-            if self._has_request:
-                self._stop(self._head_timer)
-                self._head_timer, self._num_head_bytes = None, 0
-                return
-            self._num_head_bytes += 0 if was_busy else len(data)
-            if self._num_head_bytes > MAX_HEAD_BYTES:
-                self.transport.abort()
-            elif self._head_timer is None:
-                self._expect_head()
+    def _expect_head(self) -> None:
+        self._head_timer = self.loop.call_later(self._limits.header_timeout, self._end_slow_head)
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self.transport.is_full = True
-            self._stop(self._write_timer)
-            self._write_timer = self.loop.call_later(config.write_timeout, self.transport.abort)
+    def _end_slow_head(self) -> None:
+        if not self._has_request:
+            self.transport.abort()
 
-        def resume_writing(self) -> None:
-            self._stop(self._write_timer)
-            super().resume_writing()
-            self.transport.is_full = False
-            if self.transport.on_room is not None:
-                self.transport.on_room()
-
-        def timeout_keep_alive_handler(self) -> None:
-            if self.transport.get_write_buffer_size():  # close() would wait for the reader
-                self.transport.abort()
-            super().timeout_keep_alive_handler()
-
-        def _expect_head(self) -> None:
-            self._head_timer = self.loop.call_later(config.header_timeout, self._end_slow_head)
-
-        def _end_slow_head(self) -> None:
-            if not self._has_request:
-                self.transport.abort()
-
-        @staticmethod
-        def _stop(timer: asyncio.TimerHandle | None) -> None:
-            if timer is not None:
-                timer.cancel()
-
-    return Guarded
+    @staticmethod
+    def _stop(timer: asyncio.TimerHandle | None) -> None:
+        if timer is not None:
+            timer.cancel()
 
 
 class Server(uvicorn.Server):
@@ -174,7 +172,7 @@ class Server(uvicorn.Server):
     ):
         settings = uvicorn.Config(
             build_app(llm, config, observation),
-            http=guarded(config),
+            http=partial(Guarded, config, Outbox()),  # type: ignore[arg-type]
             ws="none",
             access_log=False,
             log_level="warning",
