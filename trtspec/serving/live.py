@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ..llm import LLM
 from .exposition import EngineNow
-from .metrics import Second, StepMetrics, accepted_per_position
+from .metrics import StepMetrics, accepted_per_position
 
 
 def live_state(llm: LLM, metrics: StepMetrics, since: int) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def live_state(llm: LLM, metrics: StepMetrics, since: int) -> dict[str, Any]:
         "generated_tokens": metrics.generated_tokens,
         "accepted_lens": list(metrics.accepted_lens),
         "finished": dict(metrics.finished),
-        "history": [_second(s) for s in list(metrics.history) if s.at >= since],
+        "history": [asdict(s) for s in list(metrics.history) if s.at >= since],
     }
 
 
@@ -85,13 +86,3 @@ def _recent_length(metrics: StepMetrics) -> float | None:
         lens = list(metrics.accepted_lens)
     steps = sum(lens)
     return 1 + sum(accepted_per_position(lens)) / steps if steps else None
-
-
-def _second(second: Second) -> dict[str, Any]:
-    return {
-        "at": second.at,
-        "generated_tokens": second.generated_tokens,
-        "prompt_tokens": second.prompt_tokens,
-        "steps": second.steps,
-        "accepted_lens": list(second.accepted_lens),
-    }
