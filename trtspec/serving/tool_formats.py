@@ -340,12 +340,11 @@ def parse_gemma(inner: str, tools: Tools) -> Call | None:
 def _gemma_tokens(text: str) -> list[str]:
     """Returns the tokens in reverse, so that the next one is popped."""
     tokens, at = [], 0
-    while text[at:].strip():
-        found = _GEMMA_TOKEN.match(text, at)
-        if found is None:
-            raise ValueError("no value")
+    while (found := _GEMMA_TOKEN.match(text, at)) is not None:
         tokens.append(found[1])
         at = found.end()
+    if text[at:].strip():
+        raise ValueError("no value")
     return tokens[::-1]
 
 
