@@ -94,44 +94,35 @@ class SamplingParams:
         for entry in fields(self):
             if entry.init:
                 object.__setattr__(self, entry.name, _plain(getattr(self, entry.name)))
-        _check(
-            is_int(self.max_tokens, 1, MAX_TOKENS),
-            "max_tokens",
-            self,
-            f"an int in 1 … {MAX_TOKENS}",
+        self._check(
+            "max_tokens", is_int(self.max_tokens, 1, MAX_TOKENS), f"an int in 1 … {MAX_TOKENS}"
         )
-        _check(isinstance(self.ignore_eos, bool), "ignore_eos", self, "True or False")
-        _check(
-            is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
+        self._check("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
+        self._check(
             "temperature",
-            self,
+            is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
             f"a number in 0 … {MAX_TEMPERATURE:g} (0 is greedy)",
         )
-        _check(is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self, "a number in (0, 1]")
-        _check(
-            is_int(self.top_k, 0, MAX_TOP_K),
-            "top_k",
-            self,
-            f"an int in 0 … {MAX_TOP_K} (0 is off)",
+        self._check("top_p", is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
+        self._check(
+            "top_k", is_int(self.top_k, 0, MAX_TOP_K), f"an int in 0 … {MAX_TOP_K} (0 is off)"
         )
-        _check(
-            self.seed is None or is_int(self.seed, 0, MAX_SEED),
+        self._check(
             "seed",
-            self,
+            self.seed is None or is_int(self.seed, 0, MAX_SEED),
             f"None or an int in 0 … {MAX_SEED}",
         )
         stop = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
-        _check(
-            stop is not None and len(stop) <= MAX_STOPS and all(_is_text(s) and s for s in stop),
+        self._check(
             "stop",
-            self,
+            stop is not None and len(stop) <= MAX_STOPS and all(_is_text(s) and s for s in stop),
             f"non-empty Unicode text, or a list of at most {MAX_STOPS} such",
         )
         self._check_ids("stop_token_ids")
         object.__setattr__(self, "stop_strings", stop)
 
         self._check_shaping()
-        _check(is_int(self.n, 1, MAX_N), "n", self, f"an int in 1 … {MAX_N}")
+        self._check("n", is_int(self.n, 1, MAX_N), f"an int in 1 … {MAX_N}")
         if self.n > 1 and self.is_greedy:
             raise RequestError(
                 f"SamplingParams.n={self.n} with temperature={self.temperature:g}, "
@@ -140,46 +131,49 @@ class SamplingParams:
             )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
-            _check(
-                count is None or is_int(count, 0, MAX_LOGPROBS),
+            self._check(
                 name,
-                self,
+                count is None or is_int(count, 0, MAX_LOGPROBS),
                 f"None or an int in 0 … {MAX_LOGPROBS}",
+            )
+
+    def _check(self, name: str, is_right: bool, allowed: str) -> None:
+        if not is_right:
+            value = shown(getattr(self, name))
+            raise RequestError(
+                f"SamplingParams.{name}={value} is not allowed: it must be {allowed}."
             )
 
     def _check_ids(self, name: str) -> None:
         ids = _items(getattr(self, name))
-        _check(ids is not None and _are_ids(ids), name, self, "a list of token ids >= 0")
+        self._check(name, ids is not None and _are_ids(ids), "a list of token ids >= 0")
         object.__setattr__(self, name, tuple(dict.fromkeys(ids or ())))
 
     def _check_shaping(self) -> None:
-        _check(is_number(self.min_p) and 0 <= self.min_p < 1, "min_p", self, "in [0, 1)")
-        _check(
+        self._check("min_p", is_number(self.min_p) and 0 <= self.min_p < 1, "in [0, 1)")
+        self._check(
+            "repetition_penalty",
             is_number(self.repetition_penalty)
             and 1 / MAX_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
-            "repetition_penalty",
-            self,
             f"in {1 / MAX_REPETITION_PENALTY:g} … {MAX_REPETITION_PENALTY:g} (1 is off)",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            _check(is_number(value) and -2 <= value <= 2, name, self, "in -2 … 2")
+            self._check(name, is_number(value) and -2 <= value <= 2, "in -2 … 2")
         bias = {} if self.logit_bias is None else self.logit_bias
-        _check(
+        self._check(
+            "logit_bias",
             isinstance(bias, Mapping)
             and _are_ids(bias)
             and all(is_number(v) and -100 <= v <= 100 for v in bias.values()),
-            "logit_bias",
-            self,
             "a mapping of token ids >= 0 to numbers in -100 … 100",
         )
         object.__setattr__(self, "logit_bias_items", tuple(sorted(bias.items())))
         self._check_ids("bad_token_ids")
         self._check_words()
-        _check(
-            self.guided_decoding is None or isinstance(self.guided_decoding, GuidedDecodingParams),
+        self._check(
             "guided_decoding",
-            self,
+            self.guided_decoding is None or isinstance(self.guided_decoding, GuidedDecodingParams),
             "None or GuidedDecodingParams",
         )
         if self.guided_decoding is not None and self.min_tokens:
@@ -187,28 +181,25 @@ class SamplingParams:
                 f"SamplingParams.min_tokens={self.min_tokens} with guided_decoding: a grammar may "
                 "end before. Say in the grammar how long the output is."
             )
-        _check(
-            is_int(self.min_tokens, 0, self.max_tokens),
+        self._check(
             "min_tokens",
-            self,
+            is_int(self.min_tokens, 0, self.max_tokens),
             f"an int in 0 … max_tokens={self.max_tokens}",
         )
 
     def _check_words(self) -> None:
-        given = () if isinstance(self.bad_words, str | bytes) else _items(self.bad_words)
+        given = None if isinstance(self.bad_words, str | bytes) else _items(self.bad_words)
         words = [w if isinstance(w, str | bytes) else _items(w) for w in given or ()]
-        good = (
-            given is not None
-            and not isinstance(self.bad_words, str | bytes)
-            and all(w and (_is_text(w) or (isinstance(w, tuple) and _are_ids(w))) for w in words)
-        )
-        allowed = "a list of Unicode texts or of lists of token ids, none empty"
-        _check(good, "bad_words", self, allowed)
-        longest = max((len(w) for w in words if isinstance(w, tuple)), default=0)
-        _check(
-            len(words) <= MAX_BAD_WORDS and longest <= MAX_BAD_WORD_TOKENS,
+        self._check(
             "bad_words",
-            self,
+            given is not None
+            and all(w and (_is_text(w) or (isinstance(w, tuple) and _are_ids(w))) for w in words),
+            "a list of Unicode texts or of lists of token ids, none empty",
+        )
+        longest = max((len(w) for w in words if isinstance(w, tuple)), default=0)
+        self._check(
+            "bad_words",
+            len(words) <= MAX_BAD_WORDS and longest <= MAX_BAD_WORD_TOKENS,
             f"at most {MAX_BAD_WORDS} words of at most {MAX_BAD_WORD_TOKENS} tokens",
         )
         object.__setattr__(self, "bad_words", tuple(words))
@@ -289,11 +280,3 @@ def _is_text(value: object) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _check(ok: bool, name: str, params: SamplingParams, allowed: str) -> None:
-    if not ok:
-        raise RequestError(
-            f"SamplingParams.{name}={shown(getattr(params, name))} is not allowed: it must be "
-            f"{allowed}."
-        )
