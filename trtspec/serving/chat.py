@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..api.sampling_params import SamplingParams
 from ..errors import EngineError, RequestError
 from ..frontend.async_front import AsyncFront, OutputStream
 from ..frontend.inputs import TokenizedPrompt, check_variables
@@ -26,9 +27,9 @@ from .endpoint import Answer, Endpoint
 from .errors import of_library, refused
 from .forced_calls import tag_of_calls
 from .protocol import ChatRequest, Message, NamedTool, Tool
-from .reasoning import ReasoningMarkers, ReasoningSplitter, split_for, starts_inside
+from .reasoning import ReasoningSplitter, split_for, starts_inside
 from .sampling import make_params
-from .tool_calls import Content, Format, ToolCallDelta, ToolCallParser, format_of
+from .tool_calls import Content, Event, Format, ToolCallDelta, ToolCallParser, format_of
 
 
 def conversation_of(messages: list[Message]) -> list[dict[str, Any]]:
@@ -68,13 +69,11 @@ class ChatEndpoint(Endpoint):
     def __init__(self, llm: AsyncFront, config: ServerConfig, model_name: str):
         super().__init__(llm, config, model_name)
         self.tokenizer = llm.tokenizer
-        self.reasoning: ReasoningMarkers | None = None
         template = getattr(self.tokenizer, "chat_template", None)
         if isinstance(template, dict):  # by name: with tools transformers takes the one for them
             template = template.get("tool_use", template.get("default", ""))
         self.template = template if isinstance(template, str) else ""
-        if self.tokenizer is not None and template:
-            self.reasoning = split_for(self.tokenizer)
+        self.reasoning = split_for(self.tokenizer) if template else None
 
     async def open(self, request: ChatRequest, arrived: float) -> ChatAnswer:
         """Queues a request. Raises ApiError if it is refused.
@@ -84,34 +83,11 @@ class ChatEndpoint(Endpoint):
         """
         if request.top_logprobs is not None and not request.logprobs:
             raise refused("top_logprobs", "'top_logprobs' needs logprobs=true.")
-        form = self._format(request)
-        tools = tools_of(request.tools)
-        messages = conversation_of(request.messages)
-        variables = request.chat_template_kwargs or {}
-        try:
-            check_variables(variables)
-        except RequestError as error:
-            raise refused("chat_template_kwargs", str(error)) from None
-        try:
-            tokens = await self.llm.tokenize_chat(messages, tools, variables)
-        except (RequestError, EngineError) as error:
-            raised = of_library(error)
-            raised.param = raised.param or "messages"
-            raise raised from None
+        form, tools = self._format(request), tools_of(request.tools)
+        tokens = await self._tokenize(request, tools)
         markers = self.reasoning
         is_inside = markers is not None and starts_inside(tokens.text or "", markers)
-        max_tokens, tag = _max_tokens(request), None
-        if form is not None and request.forces_calls:
-            tag = tag_of_calls(form, self.template, request)
-        params = make_params(
-            request,
-            self.config,
-            max_tokens=max_tokens,
-            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            prompt_logprobs=request.prompt_logprobs,
-            reasoning_end=markers.end if markers is not None and is_inside else None,
-            tag=tag,
-        )
+        params = self._params(request, form, markers.end if markers and is_inside else None)
 
         async def given() -> TokenizedPrompt:
             return tokens
@@ -134,6 +110,38 @@ class ChatEndpoint(Endpoint):
             for _ in range(request.n)
         ]
         return ChatAnswer(self, request, stream, choices)
+
+    async def _tokenize(
+        self, request: ChatRequest, tools: list[dict[str, Any]] | None
+    ) -> TokenizedPrompt:
+        """Returns the rendered conversation. Raises ApiError, which names the field."""
+        messages, variables = conversation_of(request.messages), request.chat_template_kwargs or {}
+        try:
+            check_variables(variables)
+        except RequestError as error:
+            raise refused("chat_template_kwargs", str(error)) from None
+        try:
+            return await self.llm.tokenize_chat(messages, tools, variables)
+        except (RequestError, EngineError) as error:
+            raised = of_library(error)
+            raised.param = raised.param or "messages"
+            raise raised from None
+
+    def _params(
+        self, request: ChatRequest, form: Format | None, reasoning_end: str | None
+    ) -> SamplingParams:
+        max_tokens, tag = _max_tokens(request), None
+        if form is not None and request.forces_calls:
+            tag = tag_of_calls(form, self.template, request)
+        return make_params(
+            request,
+            self.config,
+            max_tokens=max_tokens,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            prompt_logprobs=request.prompt_logprobs,
+            reasoning_end=reasoning_end,
+            tag=tag,
+        )
 
     def _format(self, request: ChatRequest) -> Format | None:
         """Returns how tool calls are written, where they are asked for."""
@@ -263,7 +271,7 @@ class Choice:
         elif text:
             self._take_events(delta, self._parser.feed(text))
 
-    def _take_events(self, delta: Delta, events: Any) -> None:
+    def _take_events(self, delta: Delta, events: Sequence[Event]) -> None:
         for event in events:
             if self.is_cut:
                 return
