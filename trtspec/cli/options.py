@@ -4,13 +4,14 @@ An option's name, default and help are written here once. `records.py` makes par
 which takes annotations that are no strings: no `from __future__ import annotations` here.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..config.engine import ENGINE_ARGUMENTS, KvCacheConfig
+from ..serving.config import ServerConfig
 
 DEFAULT_MODEL = "smollm2-135m"
 API_KEY_VARIABLE = "TRTSPEC_API_KEY"
@@ -163,12 +164,8 @@ class EngineOptions:
 
     def with_plain(self, speculative: str = "none") -> "EngineOptions":
         """Returns the options of the same engine with this mode, and nothing else of drafting."""
-        others: dict[str, Any] = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in ("speculative", *DRAFTING)
-        }
-        return EngineOptions(speculative=speculative, **others)
+        unset = {name: getattr(EngineOptions, name) for name in DRAFTING}
+        return replace(self, speculative=speculative, **unset)
 
 
 DRAFTING = (
@@ -233,8 +230,8 @@ class ServeOptions:
 
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on. Others than loopback: the network.")
-    ] = "127.0.0.1"
-    port: Annotated[int, typer.Option("--port", help="0 is any that is free.")] = 8000
+    ] = ServerConfig.host
+    port: Annotated[int, typer.Option("--port", help="0 is any that is free.")] = ServerConfig.port
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -269,10 +266,10 @@ class ServeOptions:
     ] = 1024
     max_body_bytes: Annotated[
         int, typer.Option("--max-body-bytes", min=1, help="Most bytes of one request.")
-    ] = 4 * 2**20
+    ] = ServerConfig.max_body_bytes
     max_n: Annotated[
         int, typer.Option("--max-n", min=1, help="Most completions of one prompt.")
-    ] = 16
+    ] = ServerConfig.max_n
     shutdown_timeout: Annotated[
         float,
         typer.Option(
@@ -280,7 +277,7 @@ class ServeOptions:
             min=0,
             help="Seconds that running requests have after SIGTERM. A second signal ends at once.",
         ),
-    ] = 30.0
+    ] = ServerConfig.shutdown_timeout
     no_warm_up: Annotated[
         bool,
         typer.Option(

@@ -23,9 +23,7 @@ def make_console(stderr: bool = False) -> Console:
     """A console on today's stdout or stderr; prints what it is given, no markup, no guessing."""
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(
-            stderr=stderr, highlight=False, markup=False, emoji=False, width=PLAIN_WIDTH
-        )
+        console.width = PLAIN_WIDTH
     return console
 
 
