@@ -17,11 +17,8 @@ A DFlash or DSpark head drafts in blocks behind anchors (`blocks.py`), all steps
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +32,7 @@ from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.eagle import Eagle3Head
 from ..models.drafters.mtp import MTPHead
 from ..ops.tokens.soft_cross_entropy import ROWS
+from ..utils import renamed
 from .blocks import DEFAULT_ANCHORS, Anchors, Block, unroll_blocks
 from .records import DraftStep, Sequences, Teacher, ahead
 
@@ -132,20 +130,12 @@ def unroll(
             )
 
 
-_OLD_NAMES = {
-    "Texts": "trtspec.train.records.Sequences",
-    "StepScore": "trtspec.train.losses.StepScore",
-    "score": "trtspec.train.losses.score",
-    "conditional_acceptance": "trtspec.train.losses.conditional_acceptance",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _OLD_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    new = _OLD_NAMES[name]
-    warnings.warn(
-        f"trtspec.train.unroll.{name} is deprecated: use {new}.", DeprecationWarning, stacklevel=2
-    )
-    module, attribute = new.rsplit(".", 1)
-    return getattr(importlib.import_module(module), attribute)
+__getattr__ = renamed(
+    __name__,
+    {
+        "Texts": "trtspec.train.records.Sequences",
+        "StepScore": "trtspec.train.losses.StepScore",
+        "score": "trtspec.train.losses.score",
+        "conditional_acceptance": "trtspec.train.losses.conditional_acceptance",
+    },
+)
