@@ -137,35 +137,17 @@ def _raw_json(head: DraftHead, target: DecoderConfig) -> dict[str, Any]:
 
 def _block_json(config: HeadConfig, target: DecoderConfig, format: str) -> dict[str, Any]:
     layers = {**_architecture(config), "model_type": "qwen3"}
-    sees: dict[str, Any] = {}
-    if any(windows_of(config)):
-        layers |= {"use_sliding_window": True, "max_window_layers": 0}
-        sees = {WINDOWS_SEE: True}
     kind = "dflash2" if config.selector_rank else config.kind
-    name = BLOCK_NAMES[kind]
-    own: dict[str, Any] = {}
-    if config.selector_rank:
-        taps, group = config.block_convolution
-        own = {
-            "conv_kernel_size": taps,
-            "conv_group_size": group,
-            "selector_rank": config.selector_rank,
-            "selector_top_k": config.selector_candidates,
-            "sample_from_anchor": config.samples_from_anchor,
-        }
-    if config.markov_rank:
-        own = {
-            "markov_rank": config.markov_rank,
-            "markov_head_type": config.markov_kind,
-            "enable_confidence_head": False,
-            "sample_from_anchor": config.samples_from_anchor,
-        }
+    name, more = BLOCK_NAMES[kind], _fields_of_kind(config)
     nested: dict[str, Any] = {
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.layers_to_capture),
     }
     if config.context_embeddings:
-        (own if format == "speculators" else nested)["context_embeddings"] = True
+        (more if format == "speculators" else nested)["context_embeddings"] = True
+    if any(windows_of(config)):
+        layers |= {"use_sliding_window": True, "max_window_layers": 0}
+        more[WINDOWS_SEE] = True
     if format == "speculators":
         return {
             "architectures": [f"{name}Speculator"],
@@ -176,8 +158,7 @@ def _block_json(config: HeadConfig, target: DecoderConfig, format: str) -> dict[
             "mask_token_id": config.mask_token_id,
             # Counted as inputs.
             "aux_hidden_state_layer_ids": [i + 1 for i in config.layers_to_capture],
-            **own,
-            **sees,
+            **more,
             "dtype": "bfloat16",
         }
     return {
@@ -186,10 +167,30 @@ def _block_json(config: HeadConfig, target: DecoderConfig, format: str) -> dict[
         "block_size": block_rows(config),
         "num_target_layers": target.num_layers,
         "dflash_config": nested,
-        **own,
-        **sees,
+        **more,
         "dtype": "bfloat16",
     }
+
+
+def _fields_of_kind(config: HeadConfig) -> dict[str, Any]:
+    """Returns what a DFlash2 or DSpark head has more than a DFlash head."""
+    if config.selector_rank:
+        taps, group = config.block_convolution
+        return {
+            "conv_kernel_size": taps,
+            "conv_group_size": group,
+            "selector_rank": config.selector_rank,
+            "selector_top_k": config.selector_candidates,
+            "sample_from_anchor": config.samples_from_anchor,
+        }
+    if config.markov_rank:
+        return {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_kind,
+            "enable_confidence_head": False,
+            "sample_from_anchor": config.samples_from_anchor,
+        }
+    return {}
 
 
 def _speculators_json(head: DraftHead) -> dict[str, Any]:
