@@ -80,42 +80,7 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
     head = report.config
     if head is None:
         return {}
-    decoder = head.decoder
-    parameters = sum(prod(source.shape) for source in report.tensors.values())
-    facts = {
-        "Format": head.format,
-        "Tensors": f"{len(report.tensors)} used, {parameters:,} parameters",
-        "Layers": f"{report.num_mtp_layers or decoder.num_layers}, hidden_size "
-        f"{decoder.hidden_size}, intermediate_size {decoder.intermediate_size}",
-        "Attention": "\n".join(f"{label}{_attention(kind)}" for label, kind in _kinds(decoder)),
-        "Target hidden size": str(head.target_hidden_size),
-        "RoPE": "\n".join(f"{label}{_rope(kind)}" for label, kind in _kinds(decoder)),
-        "Vocabulary": _vocabulary(head),
-    }
-    layers = range(decoder.num_layers)
-    moe = next(filter(None, (decoder.moe_of_layer(i) for i in layers)), None)
-    if moe is not None:
-        facts["Experts"] = (
-            f"{moe.num_experts} of intermediate_size {moe.intermediate_size}, "
-            f"{moe.experts_per_token} to a token"
-        )
-    if head.kind in ("dflash", "dspark"):
-        facts["Captured layers"] = _captured(head)
-        facts["Block"] = _block(head)
-        if head.markov_rank:
-            facts["Bias"] = f"by the token before, {head.markov_kind}, rank {head.markov_rank}"
-    elif head.kind == "eagle3":
-        facts["Captured layers"] = _captured(head)
-        names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-        facts["Flags"] = ", ".join(n for n in names if getattr(head, n)) or "none"
-    else:
-        facts["Hidden states"] = "the target's last, after its final norm"
-    if head.kind == "mtp":
-        order = "hidden state, embedding" if head.hidden_first else "embedding, hidden state"
-        fed_on = "after" if head.norm_output else "before"
-        facts["Input"] = f"{order}; fed on {fed_on} the layer's final norm"
-    if head.kind == "gemma4_assistant":
-        facts |= _assistant_facts(head, target)
+    facts = _network_facts(report, head) | _input_facts(head, target)
     shared = [
         name
         for name, in_head in (("embedding", head.own_embedding), ("lm_head", head.own_lm_head))
@@ -140,6 +105,53 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
             f"{target.num_layers} layers, hidden_size {target.hidden_size}, vocabulary "
             f"{target.vocab_size}, RoPE {ropes}"
         )
+    return facts
+
+
+def _network_facts(report: HeadReport, head: HeadConfig) -> dict[str, str]:
+    """Returns what its tensors and layers are."""
+    decoder = head.decoder
+    parameters = sum(prod(source.shape) for source in report.tensors.values())
+    facts = {
+        "Format": head.format,
+        "Tensors": f"{len(report.tensors)} used, {parameters:,} parameters",
+        "Layers": f"{report.num_mtp_layers or decoder.num_layers}, hidden_size "
+        f"{decoder.hidden_size}, intermediate_size {decoder.intermediate_size}",
+        "Attention": "\n".join(f"{label}{_attention(kind)}" for label, kind in _kinds(decoder)),
+        "Target hidden size": str(head.target_hidden_size),
+        "RoPE": "\n".join(f"{label}{_rope(kind)}" for label, kind in _kinds(decoder)),
+        "Vocabulary": _vocabulary(head),
+    }
+    layers = range(decoder.num_layers)
+    moe = next(filter(None, (decoder.moe_of_layer(i) for i in layers)), None)
+    if moe is not None:
+        facts["Experts"] = (
+            f"{moe.num_experts} of intermediate_size {moe.intermediate_size}, "
+            f"{moe.experts_per_token} to a token"
+        )
+    return facts
+
+
+def _input_facts(head: HeadConfig, target: DecoderConfig | None) -> dict[str, str]:
+    """Returns what it reads, which depends on its kind."""
+    facts = {}
+    if head.kind in ("dflash", "dspark"):
+        facts["Captured layers"] = _captured(head)
+        facts["Block"] = _block(head)
+        if head.markov_rank:
+            facts["Bias"] = f"by the token before, {head.markov_kind}, rank {head.markov_rank}"
+    elif head.kind == "eagle3":
+        facts["Captured layers"] = _captured(head)
+        names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        facts["Flags"] = ", ".join(n for n in names if getattr(head, n)) or "none"
+    else:
+        facts["Hidden states"] = "the target's last, after its final norm"
+    if head.kind == "mtp":
+        order = "hidden state, embedding" if head.hidden_first else "embedding, hidden state"
+        fed_on = "after" if head.norm_output else "before"
+        facts["Input"] = f"{order}; fed on {fed_on} the layer's final norm"
+    if head.kind == "gemma4_assistant":
+        facts |= _assistant_facts(head, target)
     return facts
 
 
