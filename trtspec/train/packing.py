@@ -73,7 +73,7 @@ class Packed:
         return torch.tensor(_shuffled(len(self), f"epoch {self.seed} {epoch}"), dtype=torch.int64)
 
     def num_batches(self, batch_size: int, drop_last: bool = True) -> int:
-        """Yields the batches of an epoch.
+        """Returns how many batches an epoch has.
 
         Raises:
             DataError: batch_size is below 1, or above N when the last batch must be full.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import os
 import time
@@ -35,21 +34,13 @@ from ..models.drafters.base import DraftHead
 from .blocks import Anchors
 from .create_head import trainable
 from .evaluation import Evaluation, evaluate
-from .losses import (
-    DECAY,
-    POSITION_WEIGHTS,
-    Objective,
-    decay_of_block,
-    judge,
-)
+from .losses import DECAY, POSITION_WEIGHTS, Objective, decay_of_block, judge
 from .muon import MuonAndAdamW
 from .new_head import BLOCK_KINDS, block_rows
 from .records import Sequences
 from .run_directory import CHECKPOINT, LOG, PARTIAL, check_run_directory, read_log
 from .save_head import save_head
 from .unroll import Use, teach, unroll
-
-logger = logging.getLogger(__name__)
 
 VARIATION = {"dspark": 0.9}
 """Share of total variation in the loss, by the head's kind, as DSpark's authors train."""
@@ -272,19 +263,7 @@ class Trainer:
                 if not first and (self.step >= config.log_every or last):
                     self._check_learns()
                 if evaluates:
-                    evaluation = evaluate(
-                        self.target,
-                        self.head,
-                        self.held_out,
-                        config.num_steps,
-                        self.objective.variation,
-                    )
-                    self.notes["held_out_conditional"] = [
-                        round(rate, 4) for rate in evaluation.conditional
-                    ]
-                    line["held_out_loss"] = round(evaluation.loss, 4)
-                    line["held_out_conditional"] = [round(c, 4) for c in evaluation.conditional]
-                    line["held_out_acceptance_length"] = round(evaluation.acceptance_length, 4)
+                    evaluation = self._evaluate(line)
                 self._write_log(line)
                 if progress is not None:
                     progress(line)
@@ -324,6 +303,17 @@ class Trainer:
                 round(float(s.is_right.sum()) / max(1, int(s.is_counted.sum())), 4) for s in scores
             ],
         }
+
+    def _evaluate(self, line: dict[str, Any]) -> Evaluation:
+        """Judges the head by the held-out sequences. Adds what is found to a line of the log."""
+        variation, num_steps = self.objective.variation, self.config.num_steps
+        found = evaluate(self.target, self.head, self.held_out, num_steps, variation)
+        rates = [round(rate, 4) for rate in found.conditional]
+        self.notes["held_out_conditional"] = rates
+        line["held_out_loss"] = round(found.loss, 4)
+        line["held_out_conditional"] = rates
+        line["held_out_acceptance_length"] = round(found.acceptance_length, 4)
+        return found
 
     def _check_learns(self) -> None:
         """Raises ConfigError where no row has had a loss."""
