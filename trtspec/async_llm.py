@@ -11,9 +11,10 @@ from typing import Any
 from .api.text_stream import TextStream
 from .config import DecodingBaseConfig
 from .executor.request import Request
-from .frontend.async_front import ENGINE_CALLS, Asked, AsyncFront, EngineFacts, check_queue
+from .frontend.async_front import ENGINE_CALLS, AsyncFront, EngineFacts, check_queue
 from .frontend.engine_thread import Bell, EngineThread, Feed, LoopPort
 from .frontend.marked_tokenizer import keep_markers
+from .frontend.output_stream import Asked
 from .llm import LLM
 
 

@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..executor.logprobs import PromptLogprobs
-from ..frontend.async_front import Asked, EngineFacts
+from ..frontend.async_front import EngineFacts
+from ..frontend.output_stream import Asked
 from .config import ServerConfig
 
 _LENGTH = struct.Struct("<Q")

@@ -11,8 +11,9 @@ from typing import Any
 
 from ..api.sampling_params import SamplingParams
 from ..errors import EngineError, RequestError
-from ..frontend.async_front import AsyncFront, OutputStream
+from ..frontend.async_front import AsyncFront
 from ..frontend.inputs import TokenizedPrompt, check_variables
+from ..frontend.output_stream import OutputStream
 from ..frontend.outputs import Piece
 from .answers import (
     Json,

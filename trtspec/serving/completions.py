@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..api.outputs import Logprob
 from ..errors import EngineError, RequestError
 from ..executor.request import Request
-from ..frontend.async_front import OutputStream
+from ..frontend.output_stream import OutputStream
 from ..frontend.outputs import NOTHING_NEW, Piece
 from .answers import (
     Json,

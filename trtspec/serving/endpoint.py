@@ -10,8 +10,9 @@ from typing import ClassVar, Protocol
 
 from ..errors import EngineError, TrtspecError
 from ..executor.request import Request
-from ..frontend.async_front import AsyncFront, OutputStream
+from ..frontend.async_front import AsyncFront
 from ..frontend.engine_thread import Bell
+from ..frontend.output_stream import OutputStream
 from ..frontend.outputs import Piece
 from .answers import Json, dumped, event_of
 from .config import ServerConfig

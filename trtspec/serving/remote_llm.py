@@ -13,9 +13,10 @@ from typing import Any
 from ..api.outputs import Logprob
 from ..errors import EngineError
 from ..executor.request import Request
-from ..frontend.async_front import Asked, AsyncFront, EngineFacts
+from ..frontend.async_front import AsyncFront, EngineFacts
 from ..frontend.engine_thread import Bell, Feed
 from ..frontend.inputs import Inputs
+from ..frontend.output_stream import Asked
 from .channel import (
     Ask,
     Cancel,
