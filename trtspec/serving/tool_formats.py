@@ -1,7 +1,7 @@
 """How families of models write tool calls: where one begins and ends, and what it says.
 
 The chat template of a family defines its format. A `Reader` finds the end of one call (or of one
-list of calls) and reads it. What is no call is text.
+list of calls) and reads it. What reads a call raises ValueError where there is none: it is text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 Tool = Mapping[str, Any]
-Parse = Callable[[str, "Tools"], "Call | None"]
+Parse = Callable[[str, "Tools"], "Call"]
 
 _NAME = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 
@@ -165,31 +165,25 @@ class JsonEnd:
                     return self._at
 
 
-def call_of(value: Any, tools: Tools, keys: tuple[str, ...] = ("arguments",)) -> Call | None:
-    """Returns the call that a JSON object {"name": …, "arguments": {…}} says, if it is one."""
+def call_of(value: Any, tools: Tools, keys: tuple[str, ...] = ("arguments",)) -> Call:
+    """Returns the call that a JSON object {"name": …, "arguments": {…}} says."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
+        raise ValueError("no object with a name")
     arguments: Any = next((value[key] for key in keys if key in value), {})
     if isinstance(arguments, str):  # JSON within JSON
-        try:
-            arguments = load_json(arguments)
-        except ValueError:
-            return None
+        arguments = load_json(arguments)
     given = value.get("id")
     call_id = given if isinstance(given, str) and given.isprintable() else None
     return make_call(value["name"], arguments, tools, call_id)
 
 
-def make_call(name: str, arguments: Any, tools: Tools, call_id: str | None = None) -> Call | None:
+def make_call(name: str, arguments: Any, tools: Tools, call_id: str | None = None) -> Call:
     name = name.strip()
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict) or not _NAME.fullmatch(name) or not tools.may_have(name):
-        return None
-    try:
-        return Call(name, json_text(arguments), call_id)
-    except ValueError:
-        return None
+        raise ValueError("no call of these tools")
+    return Call(name, json_text(arguments), call_id)
 
 
 # -- blocks between two markers ----------------------------------------------------------------
@@ -197,7 +191,7 @@ class TagReader:
     """A block from a start marker to an end marker.
 
     Args:
-        parse: of the text between the markers; None if it is no call.
+        parse: of the text between the markers.
         is_open: whether that text ends inside a value, so that the end marker may belong to it.
     """
 
@@ -215,23 +209,26 @@ class TagReader:
                 self._searched = max(self._searched, len(text) - len(self.end) + 1)
                 return None
             inner, self._searched = text[len(self.start) : at], at + len(self.end)
-            call = self.parse(inner, self.tools)
-            if call or not self.is_open(inner):
-                return Block(self._searched, [call] if call else ())
+            calls = self._calls(inner)
+            if calls or not self.is_open(inner):
+                return Block(self._searched, calls)
 
     def at_end(self, text: str) -> Block:
         first = text.find(self.end, len(self.start))
         if first >= 0:  # it was thought to belong to a value
             return Block(first + len(self.end))
-        call = self.parse(text[len(self.start) :], self.tools)
-        return Block(len(text), [call]) if call else Block(len(self.start))
+        calls = self._calls(text[len(self.start) :])
+        return Block(len(text) if calls else len(self.start), calls)
+
+    def _calls(self, inner: str) -> list[Call]:
+        try:
+            return [self.parse(inner, self.tools)]
+        except ValueError:
+            return []
 
 
-def parse_hermes(inner: str, tools: Tools) -> Call | None:
-    try:
-        return call_of(load_json(inner), tools, ("arguments", "parameters"))
-    except ValueError:
-        return None
+def parse_hermes(inner: str, tools: Tools) -> Call:
+    return call_of(load_json(inner), tools, ("arguments", "parameters"))
 
 
 def is_in_string(inner: str) -> bool:
@@ -242,16 +239,16 @@ def is_in_string(inner: str) -> bool:
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 
 
-def parse_function_tags(inner: str, tools: Tools) -> Call | None:
+def parse_function_tags(inner: str, tools: Tools) -> Call:
     """Reads `<function=NAME><parameter=KEY>\\nVALUE\\n</parameter>…</function>`."""
     text = inner.strip()
     if not text.startswith("<function="):
-        return None
+        raise ValueError("no function")
     name, _, body = text.removeprefix("<function=").removesuffix("</function>").partition(">")
     return _call_of_tags(name.strip(), body, _PARAMETER, tools)
 
 
-def parse_bare_function(inner: str, tools: Tools) -> Call | None:
+def parse_bare_function(inner: str, tools: Tools) -> Call:
     """Reads the same, of a block that begins with `<function=`."""
     return parse_function_tags(f"<function={inner}", tools)
 
@@ -259,13 +256,13 @@ def parse_bare_function(inner: str, tools: Tools) -> Call | None:
 _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-def parse_argument_tags(inner: str, tools: Tools) -> Call | None:
+def parse_argument_tags(inner: str, tools: Tools) -> Call:
     """Reads `NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…`."""
     name, tag, rest = inner.partition("<arg_key>")
     return _call_of_tags(name.strip(), tag + rest, _ARGUMENT, tools)
 
 
-def _call_of_tags(name: str, body: str, pair: re.Pattern[str], tools: Tools) -> Call | None:
+def _call_of_tags(name: str, body: str, pair: re.Pattern[str], tools: Tools) -> Call:
     arguments: dict[str, Any] = {}
     at = 0
     while (found := pair.match(body, at)) is not None:
@@ -273,7 +270,9 @@ def _call_of_tags(name: str, body: str, pair: re.Pattern[str], tools: Tools) -> 
         value = value.removeprefix("\n").removesuffix("\n")
         arguments[key] = tools.value(name, key, value)
         at = found.end()
-    return None if body[at:].strip() else make_call(name, arguments, tools)
+    if body[at:].strip():
+        raise ValueError("more than arguments")
+    return make_call(name, arguments, tools)
 
 
 def ends_within(opening: str, closing: str) -> Callable[[str], bool]:
@@ -290,29 +289,20 @@ _SEPARATOR = deepseek_marker("sep")
 _DEEPSEEK_V3 = re.compile(rf"function\s*{_SEPARATOR}\s*([^\s<]+)\s*```(?:json)?(.*)```", re.DOTALL)
 
 
-def parse_deepseek(inner: str, tools: Tools) -> Call | None:
+def parse_deepseek(inner: str, tools: Tools) -> Call:
     """Reads V3's form, with the arguments in a fence, or V3.1's: name, separator, JSON."""
     fenced = _DEEPSEEK_V3.fullmatch(inner.strip())
     name, _, arguments = inner.partition(_SEPARATOR)
     if fenced is not None:
         name, arguments = fenced[1], fenced[2]
-    return _call_with_json(name, arguments, tools)
+    return make_call(name, load_json(arguments), tools)
 
 
-def parse_kimi(inner: str, tools: Tools) -> Call | None:
+def parse_kimi(inner: str, tools: Tools) -> Call:
     """Reads `functions.NAME:0<|tool_call_argument_begin|>{…}`; what is before it is the id."""
     head, _, arguments = inner.partition("<|tool_call_argument_begin|>")
     name = re.sub(r":\d+$", "", head.strip()).removeprefix("functions.")
-    return _call_with_json(name, arguments, tools, head.strip())
-
-
-def _call_with_json(
-    name: str, arguments: str, tools: Tools, call_id: str | None = None
-) -> Call | None:
-    try:
-        return make_call(name, load_json(arguments), tools, call_id)
-    except ValueError:
-        return None
+    return make_call(name, load_json(arguments), tools, head.strip())
 
 
 # -- Gemma 4 -----------------------------------------------------------------------------------
@@ -323,18 +313,20 @@ _GEMMA_TOKEN = re.compile(
 _MAX_DEPTH = 64
 
 
-def parse_gemma(inner: str, tools: Tools) -> Call | None:
+def parse_gemma(inner: str, tools: Tools) -> Call:
     """Reads `call:NAME{key:VALUE,…}`, where the token `<|"|>` quotes strings."""
     head, brace, rest = inner.partition("{")
     name = head.strip().removeprefix("call:")
     if not brace or name == head.strip():
-        return None
+        raise ValueError("no call")
+    tokens = _gemma_tokens(brace + rest)
     try:
-        tokens = _gemma_tokens(brace + rest)
         value = _gemma_value(tokens, 0)
-    except (ValueError, IndexError):
-        return None
-    return None if tokens else make_call(name, value, tools)
+    except IndexError:
+        raise ValueError("it ends inside a value") from None
+    if tokens:
+        raise ValueError("more than arguments")
+    return make_call(name, value, tools)
 
 
 def _gemma_tokens(text: str) -> list[str]:
@@ -411,23 +403,20 @@ class MistralReader:
         end = self._json.find(text)
         if end is None:
             return None
-        calls = self._calls(self._head[1], self._head[2], text[self._head.end() : end])
+        try:
+            calls = self._calls(self._head[1], self._head[2], text[self._head.end() : end])
+        except ValueError:
+            calls = []
         return Block(end if calls else len(self.START), calls)
 
     def at_end(self, text: str) -> Block:
         return self.read(text) or Block(len(self.START))
 
     def _calls(self, name: str | None, call_id: str | None, json_part: str) -> list[Call]:
-        try:
-            value = load_json(json_part)
-        except ValueError:
-            return []
+        value = load_json(json_part)
         if name is not None:
-            calls = [make_call(name, value, self.tools, call_id)]
-        else:
-            calls = [call_of(item, self.tools) for item in value]
-        found = [call for call in calls if call is not None]
-        return found if len(found) == len(calls) else []
+            return [make_call(name, value, self.tools, call_id)]
+        return [call_of(item, self.tools) for item in value]
 
 
 class LlamaReader:
@@ -454,17 +443,16 @@ class LlamaReader:
         end = self._json.find(text)
         if end is None:
             return None
-        call = self._call(text[len(self.start) : end])
-        return Block(end, [call] if call else ())
+        try:
+            return Block(end, [self._call(text[len(self.start) : end])])
+        except ValueError:
+            return Block(end)
 
     def at_end(self, text: str) -> Block:
         return self.read(text) or Block(len(text))
 
-    def _call(self, body: str) -> Call | None:
-        try:
-            value = load_json(body)
-        except ValueError:
-            return None
+    def _call(self, body: str) -> Call:
+        value = load_json(body)
         if not isinstance(value, dict) or not {"parameters", "arguments"} & value.keys():
-            return None  # an answer in JSON may have a name
+            raise ValueError("no arguments")  # an answer in JSON may have a name
         return call_of(value, self.tools, ("parameters", "arguments"))
