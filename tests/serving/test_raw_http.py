@@ -277,6 +277,12 @@ def test_a_prompt_that_is_too_long(served: Served) -> None:
     assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_an_error_that_quotes_a_request_is_of_no_long_prompt(served: Served) -> None:
+    words = BASE | {"bad_words": ["max_seq_len", ""]}
+    message = refused(reply := served.post(TEXT, words), 400, "bad_words")
+    assert "max_seq_len" in message and reply.json()["error"]["code"] is None
+
+
 def test_a_text_that_is_far_too_long_is_not_tokenised(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,9 +13,9 @@ from ..errors import EngineError, QueueFullError, RequestError, TrtspecError
 RETRY_SECONDS = 1
 _FIELD = re.compile(r"^(?:SamplingParams|GuidedDecodingParams)\.(\w+)")
 _PROMPT = re.compile(r"^(?:The prompt |Prompt token )")
+_LONG_PROMPT = re.compile(r"^The prompt has \d+ (?:tokens|characters); max_seq_len=")
 _TYPE_NAME = re.compile(r"str|bool|int|float|(?:list|dict|literal)\[.*\]|NamedTool")
 """What pydantic adds to the path of a field that may be of several types."""
-_OURS_TO_API = {"stop_strings": "stop"}
 
 
 class ApiError(Exception):
@@ -81,7 +81,7 @@ def of_library(error: TrtspecError, prompt_field: str | None = None) -> ApiError
     if isinstance(error, EngineError):
         return ApiError(503, message, code="engine_unavailable")
     if isinstance(error, RequestError):
-        is_long = "max_seq_len" in message
+        is_long = _LONG_PROMPT.match(message)
         return ApiError(
             400,
             message,
@@ -94,7 +94,7 @@ def of_library(error: TrtspecError, prompt_field: str | None = None) -> ApiError
 def _param_of(message: str, prompt_field: str | None) -> str | None:
     field = _FIELD.match(message)
     if field:
-        return _OURS_TO_API.get(field[1], field[1])
+        return field[1]
     return prompt_field if _PROMPT.match(message) else None
 
 
