@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .config import ServerConfig
 from .errors import ApiError
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/", "/health"})
 """These ask for no key: a probe's, and a page that holds nothing but its own code."""
@@ -30,7 +25,7 @@ class Gate:
     origin, or, after its name was bound to a loopback address, the page's host.
     """
 
-    def __init__(self, app: App, config: ServerConfig):
+    def __init__(self, app: ASGIApp, config: ServerConfig):
         self._app, self._is_loopback = app, config.is_loopback
         self._host = config.host
         self._key = None if config.api_key is None else config.api_key.encode()
@@ -45,16 +40,17 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
-        host = next(_values(scope, b"host"), "")
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
         name = _split(f"//{host}").hostname if host.isprintable() else None
         if self._is_loopback and name not in LOOPBACK_NAMES | {self._host}:
             raise ApiError(403, f"Host {host[:100]!r} is not served: connect to localhost.")
-        origin = next(_values(scope, b"origin"), None)
+        origin = headers.get("origin")
         if origin is not None and _split(origin).netloc != host:
             raise ApiError(403, "Requests of other web pages are not served.")
         if self._key is None or scope["path"] in OPEN_PATHS:
             return
-        scheme, _, given = next(_values(scope, b"authorization"), "").partition(" ")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
         # In constant time, whatever the scheme is.
         is_right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
         if not is_right or scheme.lower() != "bearer":
@@ -68,10 +64,6 @@ def _split(url: str) -> SplitResult:
         return urlsplit(url)
     except ValueError:  # as of "//["
         return urlsplit("")
-
-
-def _values(scope: Scope, name: bytes) -> Iterator[str]:
-    return (value.decode("latin-1") for key, value in scope["headers"] if key == name)
 
 
 async def read_body(request: Request, config: ServerConfig) -> bytes:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from ..frontend.engine_thread import Bell
-from .limits import Receive, Scope, Send
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"

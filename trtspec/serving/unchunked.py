@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from typing import Any
+
+from starlette.types import Message
 
 from .streams import CONNECTION
 
@@ -12,7 +13,7 @@ def leave_out_chunks(cycle: Any) -> None:
     """Lets uvicorn, which answers every client in HTTP/1.1, send such a body without chunks."""
     send, has_length = cycle.send, False
 
-    async def send_as_it_is(message: MutableMapping[str, Any]) -> None:
+    async def send_as_it_is(message: Message) -> None:
         nonlocal has_length
         if message["type"] == "http.response.start":
             names = {name.lower() for name, _ in message.get("headers", ())}
