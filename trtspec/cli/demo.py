@@ -146,8 +146,7 @@ def _decode(
         if screen is not None and monotonic() >= next_frame:
             screen.update(_duel_view(duel, console), refresh=True)
             next_frame = monotonic() + FRAME_SECONDS
-    if last is None:
-        raise RuntimeError("generate_stream ended without an output: this is a bug in trtspec.")
+    assert last is not None  # a stream ends with an output
     after = llm.stats()
     answer.token_ids = list(last.outputs[0].token_ids)
     answer.tokens_per_second = _rate_between(before, after)

@@ -92,8 +92,7 @@ def _stream(
     for last in llm.generate_stream(prompt, params):
         write_pieces(console, split_step(llm.tokenizer, last.outputs[0]))
     console.file.write("\n")
-    if last is None:
-        raise RuntimeError("generate_stream ended without an output: this is a bug in trtspec.")
+    assert last is not None  # a stream ends with an output
     return last
 
 

@@ -34,8 +34,6 @@ T = TypeVar("T")
 MAX_FAILED_STEPS = 2
 """After a step that raises, all requests start over. If another one raises before all that ran have
 a new token, the engine is dead."""
-
-
 SHUT_DOWN = "The engine is shut down."
 
 

@@ -18,8 +18,6 @@ HEAD = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
 BODY = "http.response.body"
 CONNECTION = "trtspec.connection"
 """Key of an ASGI scope, where the server has a `Connection`."""

@@ -56,6 +56,7 @@ class Format(NamedTuple):
 
     readers: start marker -> makes the reader of a block that begins with it.
     wrappers: markers around a list of blocks. They are dropped beside a call.
+    inner: further markers, inside blocks.
     bare: the start, not a marker, of a call that may open an answer or follow another call.
     separator: text that may stand between two calls, beside blank space.
     """
@@ -64,7 +65,6 @@ class Format(NamedTuple):
     readers: dict[str, Callable[[Tools], Reader]]
     wrappers: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
-    """Further markers, inside blocks."""
     bare: str = ""
     separator: str = ""
 
