@@ -189,6 +189,11 @@ def test_gemma4_keys_are_values_only_where_said(tmp_path: Path) -> None:
         ("gemma3_text", {"sliding_window": 0}, "sliding_window=0"),
         (
             "gemma4_text",
+            {"per_layer_config": {"1": {"head_dim": 32, "rms_norm_eps": 0.1}}},
+            "gives layers rms_norm_eps of their own.*allowed .* is head_dim and num_key_value",
+        ),
+        (
+            "gemma4_text",
             {"rope_parameters": {
                 S: {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
                 F: {"rope_type": "proportional", "rope_theta": 900.0},

@@ -138,10 +138,26 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
             f"{where}: hidden_act={act!r} is not supported; allowed is {allowed}. Use another "
             "model."
         )
+    _check_fields_of_layers(raw, where, family)
     _check_partial_rotary(raw, where, family)
     for key in ("rope_parameters", "rope_scaling"):
         if raw.get(key):
             _check_rope(raw[key], where, family)
+
+
+def _check_fields_of_layers(raw: dict[str, Any], where: Path, family: Family) -> None:
+    """Refuses fields that a file gives to single layers, but for those that the family reads."""
+    given = raw.get("per_layer_config")
+    layers = given.values() if isinstance(given, dict) else ()
+    names = {str(name) for fields in layers if isinstance(fields, dict) for name in fields}
+    found = sorted(names - set(family.fields_of_layers))
+    if found:
+        allowed = " and ".join(family.fields_of_layers) or "none"
+        raise CheckpointError(
+            f"{where}: per_layer_config gives layers {', '.join(found)} of their own, which is not "
+            f"supported; allowed for model_type={raw['model_type']!r} is {allowed}. Use another "
+            "model."
+        )
 
 
 def _refuse_both_ways(raw: dict[str, Any], where: Path) -> None:

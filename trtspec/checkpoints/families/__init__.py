@@ -29,7 +29,12 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family("gemma3_text", gemma3, activations=_GELU, has_rope_by_type=True),
     **{
         name: Family(
-            name, gemma4, activations=_GELU, has_partial_rotary=True, has_rope_by_type=True
+            name,
+            gemma4,
+            activations=_GELU,
+            has_partial_rotary=True,
+            has_rope_by_type=True,
+            fields_of_layers=("head_dim", "num_key_value_heads"),
         )
         for name in ("gemma4_text", "gemma4_unified_text")
     },

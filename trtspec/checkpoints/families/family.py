@@ -27,6 +27,7 @@ class Family:
     has_partial_rotary: bool = False
     has_rope_by_type: bool = False  # rope_parameters: layer type -> parameters
     has_mrope: bool = False  # positions of three axes, by `mrope_section`
+    fields_of_layers: tuple[str, ...] = ()  # that layers may have of their own: `per_layer_config`
 
 
 def refuse_other(hf: Any, where: Path, **computed: Any) -> None:
