@@ -53,6 +53,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0,
                             "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5},
     }),
+    ("glm4_moe", {
+        "rope_parameters": {"rope_type": "proportional", "rope_theta": 1000.0,
+                            "partial_rotary_factor": 0.25},
+    }),
     ("qwen3_moe", {}),
     ("qwen3_moe", {"norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 7}),
 ]  # fmt: skip

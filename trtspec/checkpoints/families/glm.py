@@ -13,7 +13,9 @@ from .moe import deepseek_moe
 def glm4_moe(hf: Any, where: Path) -> dict[str, Any]:
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     rope = dict(hf.rope_parameters)
-    factor = rope.pop("partial_rotary_factor", 1.0)  # rotary_dim says it from here on
+    factor = 1.0
+    if rope.get("rope_type") != "proportional":  # that formula reads the factor itself
+        factor = rope.pop("partial_rotary_factor", 1.0)  # rotary_dim says it from here on
     return {
         "rope_parameters": rope,
         "qkv_bias": bool(hf.attention_bias),
