@@ -132,6 +132,21 @@ def test_variants(target: Decoder, tmp_path: Path, family: str, flags: dict[str,
     _compare(target, tmp_path, family, **flags)
 
 
+def test_flags_of_eagle_config(target: Decoder, tmp_path: Path) -> None:
+    """Where TensorRT-LLM reads them, and by its name of one."""
+    model = build_eagle3(norm_output=True, norm_before_fc=True)
+    path = save_eagle3(model, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    del config["norm_output"], config["norm_before_fc"]
+    config["eagle_config"] = {"norm_before_fc": True, "return_hidden_post_norm": True}
+    (path / "config.json").write_text(json.dumps(config))
+    head, (hidden, ids) = _read(path, target), _inputs(model)
+    expected = step_logits(model, hidden, ids, STEPS)
+    with torch.no_grad():
+        for ours, theirs in zip(_chains(head, hidden, ids, STEPS), expected, strict=True):
+            _close(ours, theirs[STARTS])
+
+
 def test_sliding_window(target: Decoder, tmp_path: Path) -> None:
     """Only step 0: later the package's training mask keeps each row's first window."""
     window = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}

@@ -75,7 +75,7 @@ def parse_eagle(
     if "layers.0.hidden_norm.weight" not in sources and "norm.weight" not in sources:
         _check_eagle1(common, masks[0], layers_to_capture, where)
         return replace(common, kind="eagle", format="EAGLE-1")
-    flags = _flags(raw, where)
+    flags = _flags(raw, nested, where)
     _refuse_unknown_eagle_config(nested, where)
     layers, origin = _layers_to_capture(raw, nested, where, target, layers_to_capture)
     common = replace(common, layers_to_capture=layers, captured_by=origin, **flags)
@@ -136,9 +136,12 @@ def _check_eagle1(
         )
 
 
-def _flags(raw: dict[str, Any], where: Path) -> dict[str, Any]:
-    """Returns the flags that EAGLE-3 heads differ in."""
+def _flags(raw: dict[str, Any], nested: dict[str, Any], where: Path) -> dict[str, Any]:
+    """Returns the flags that EAGLE-3 heads differ in, at the top or in `eagle_config`."""
     flags = {name: flag_field(raw, name, where) for name in _FLAGS}
+    for name in _FLAGS:
+        flags[name] |= flag_field(nested, name, where)
+    flags["norm_output"] |= flag_field(nested, "return_hidden_post_norm", where)  # TensorRT-LLM's
     if raw.get("speculators_model_type") and raw.get("norm_before_residual") is None:
         flags["norm_before_residual"] = True
         logger.warning(
