@@ -168,6 +168,15 @@ def test_draft_logits_with_wide_windows(target_dir: Path, tmp_path: Path) -> Non
     assert run_random_schedule(case, 4, 4, MaskedScript)[0] > 30
 
 
+def test_the_last_token_s_row_proposes_by_its_other_name(target_dir: Path, tmp_path: Path) -> None:
+    case = make_dflash_case("dflash_anchor", target_dir, tmp_path, 4)
+    file = Path(case.config.speculative_model) / "config.json"
+    raw = json.loads(file.read_text())
+    raw["dflash_config"]["shift_label"] = raw["dflash_config"].pop("sample_from_anchor")
+    file.write_text(json.dumps(raw))
+    assert run_random_schedule(case, 4, 4, MaskedScript)[0] > 30
+
+
 def test_an_embedding_of_its_own_is_scaled_too(target_dir: Path, tmp_path: Path) -> None:
     """As vLLM and z-lab do: the factor is of whatever embedding the head reads."""
     case = make_dflash_case("dflash_own_embedding", target_dir, tmp_path, 4)

@@ -130,8 +130,9 @@ def parse_dflash(
     fields = {**nested, **{name: value for name, value in raw.items() if value is not None}}
     block = _required(fields, "block_size", where)
     block = checked_int(where, "block_size", block, range(2, MAX_DRAFT_LEN + 1), cure="Correct it.")
-    if variant == "DSpark" and fields.get("sample_from_anchor") is None:
-        fields["sample_from_anchor"] = fields.get("shift_label") is not False  # ModelOpt's name
+    if fields.get("sample_from_anchor") is None:
+        shifted = fields.get("shift_label")  # ModelOpt's name
+        fields["sample_from_anchor"] = variant == "DSpark" if shifted is None else shifted
     anchor = flag_field(fields, "sample_from_anchor", where)
     trained = block if anchor else block - 1
     if speculators == "dflash2" and raw.get(WINDOWS_SEE) is None:
