@@ -312,6 +312,15 @@ def test_what_the_conversion_cannot_keep(
     assert {p.name for p in tmp_path.iterdir()} == {"tiny.gguf", "llama-0"}  # nothing left behind
 
 
+def test_heads_that_are_rotated_in_part(tmp_path: Path) -> None:
+    model, name = tiny_model_dir(tmp_path, "qwen2"), "qwen2.rope.dimension_count"
+    convert_gguf(_write_gguf(tmp_path / "whole.gguf", model, **{name: 8}), tmp_path / "whole")
+    path = _write_gguf(tmp_path / "part.gguf", model, **{name: 4})
+    with pytest.raises(CheckpointError, match=rf"{name}=4 of heads of 8"):
+        convert_gguf(path, tmp_path / "part")
+    assert not (tmp_path / "part").exists()
+
+
 @pytest.mark.parametrize("name", ["context_length", "attention.layer_norm_rms_epsilon"])
 def test_a_setting_that_transformers_would_make_up(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,7 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
     try:
         with _quiet_transformers():
             model, tokenizer = _load(gguf_path, num_tensors, work)
+            _refuse_partial_rotation(fields, model.config, gguf_path)
             vars(model.config).pop("quantization_config", None)
             model.config.rms_norm_eps = float(str(np.float32(model.config.rms_norm_eps)))  # 1e-05
             context = model.config.max_position_embeddings
@@ -140,6 +141,17 @@ def _refuse_unsupported(fields: dict[str, Any], num_tensors: int, path: Path) ->
                 f"{path}: {arch}.{name}={value!r} is a setting the conversion does not carry over. "
                 "Use the model's Hugging Face directory instead."
             )
+
+
+def _refuse_partial_rotation(fields: dict[str, Any], config: Any, path: Path) -> None:
+    """Refuses a file that rotates a part of each head: of Qwen's transformers does not read it."""
+    name = f"{fields['general.architecture']}.rope.dimension_count"
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if fields.get(name) not in (None, head_dim):
+        raise CheckpointError(
+            f"{path}: {name}={fields[name]!r} of heads of {head_dim} is a setting the conversion "
+            "does not carry over. Use the model's Hugging Face directory instead."
+        )
 
 
 def _end_ids(fields: dict[str, Any]) -> list[int] | None:
