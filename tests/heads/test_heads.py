@@ -150,6 +150,19 @@ def test_an_own_end_equal_to_the_target_s_is_shared(tmp_path: Path, name: str) -
     assert getattr(_load(head, target), name) is getattr(target, name)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_whose_own_embedding_is_its_lm_head(
+    tmp_path: Path, target: Decoder, tied: bool
+) -> None:
+    path = eagle3_dir(tmp_path, own_embedding=True, draft_vocab=None, tie_word_embeddings=tied)
+    head, tensors = _load(path, target), load_file(path / SAFE)
+    assert head.shares_lm_head is not tied
+    hidden = torch.randn(5, SIZE, generator=torch.Generator().manual_seed(0))
+    normed = torch.nn.functional.rms_norm(hidden.double(), (SIZE,), eps=1e-5)
+    own = normed * tensors["norm.weight"] @ tensors["embed_tokens.weight"].T.double()
+    assert torch.allclose(head.compute_logits(hidden, 0).double(), own, atol=1e-4) is tied
+
+
 def test_rope_is_never_the_target_s(tmp_path: Path, target: Decoder) -> None:
     head = _load(eagle3_dir(tmp_path), target)
     assert head.config.decoder.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}

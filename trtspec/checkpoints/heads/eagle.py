@@ -29,7 +29,9 @@ def _is_eagle(files: HeadFiles, asked: str | None) -> bool:
 def _read(
     report: HeadReport, files: HeadFiles, request: HeadRequest, target: DecoderConfig | None
 ) -> HeadConfig:
-    report.tensors = head_tensors(files, "EAGLE")
+    tensors = report.tensors = head_tensors(files, "EAGLE")
+    if files.raw.get("tie_word_embeddings") is True and "embed_tokens.weight" in tensors:
+        tensors.setdefault("lm_head.weight", tensors["embed_tokens.weight"])  # the head's own two
     config = report.config = parse_eagle(
         files.raw, report.tensors, files.config_path, target, request.layers_to_capture
     )
