@@ -351,6 +351,10 @@ QWEN_SLIDING = {"model_type": "qwen3", "sliding_window": 5}
             {"per_layer_config": {"1": {"hidden_act": "gelu", "rms_norm_eps": 0.1}}},
             r"gives layers hidden_act, rms_norm_eps of their own.*'llama' is none",
         ),
+        (
+            {"layer_types": ["sliding_attention"] * 4, "sliding_window": 6},
+            r"no layer of this model has a window \(model_type='llama'\)",
+        ),
         ({"num_key_value_heads": 4}, r"num_attention_heads=6 .* num_key_value_heads=4"),
         ({"head_dim": 3}, r"head_dim=3 must be even"),
         ({"hidden_size": "48"}, r"cannot read.*hidden_size"),

@@ -42,6 +42,7 @@ def load_config(model_dir: Path) -> DecoderConfig:
     raw = read_json_object(where, "Point to a Hugging Face model directory.")
     _refuse_both_ways(raw, where)
     config = parse_config(raw, where)
+    _refuse_other_windows(config, where)
     return replace(config, eos_token_ids=_eos_token_ids(config.eos_token_ids, model_dir))
 
 
@@ -143,6 +144,18 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
     for key in ("rope_parameters", "rope_scaling"):
         if raw.get(key):
             _check_rope(raw[key], where, family)
+
+
+def _refuse_other_windows(config: DecoderConfig, where: Path) -> None:
+    """Refuses sliding layers of a family that has none: transformers' cache would forget by them,
+    though its masks do not."""
+    types = config.raw.get("layer_types")
+    if isinstance(types, list) and "sliding_attention" in types and not any(config.layer_windows):
+        raise CheckpointError(
+            f"{where}: layer_types names 'sliding_attention', but no layer of this model has a "
+            f"window (model_type={config.raw.get('model_type')!r}). Make those layers "
+            "'full_attention', or use a model of a family with windows, such as Mistral's."
+        )
 
 
 def _check_fields_of_layers(raw: dict[str, Any], where: Path, family: Family) -> None:
