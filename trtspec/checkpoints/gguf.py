@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, described
 from ..utils import set_usual_mode
 from .hf_config import load_config
 
@@ -179,7 +179,7 @@ def _load(path: Path, num_tensors: int, work: Path) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(work, trust_remote_code=False, **source)
     except Exception as error:
         raise CheckpointError(
-            f"transformers cannot load {path} ({type(error).__name__}: {error}). Use the model's "
+            f"transformers cannot load {path} ({described(error)}). Use the model's "
             "Hugging Face directory instead, or a file of another quantisation."
         ) from error
     finally:

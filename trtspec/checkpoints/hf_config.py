@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import are_ints, checked_int, checked_positive, is_int, is_number
-from ..errors import CheckpointError
+from ..errors import CheckpointError, described
 from ..models.config import DecoderConfig
 from ..models.rope import ROPE_TYPES, RopeTables
 from .families import FAMILIES, Family
@@ -263,7 +263,7 @@ def _check_rotation(config: DecoderConfig, where: Path) -> None:
         shown = {repr(config.of_layer(i).rope_parameters) for i in range(config.num_layers)}
         raise CheckpointError(
             f"{where}: the RoPE parameters {' and '.join(sorted(shown))} make no rotation "
-            f"({type(error).__name__}: {error}). Copy the file again from the model's source."
+            f"({described(error)}). Copy the file again from the model's source."
         ) from error
 
 

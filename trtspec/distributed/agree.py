@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ..errors import RankError
+from ..errors import RankError, described
 from .world import World
 
 
@@ -25,7 +25,7 @@ def all_or_none(world: World) -> Iterator[None]:
         yield
     except Exception as error:
         world.shared_error = error
-        world.all_of(f"{type(error).__name__}: {error}")
+        world.all_of(described(error))
         raise
     for rank, text in enumerate(world.all_of(None)):
         if text is not None:
@@ -43,5 +43,5 @@ def building(world: World) -> Iterator[None]:
         yield
     except BaseException as error:
         if world.shared_error is not error and world.failure is None:
-            world.fail(f"{type(error).__name__}: {error}")
+            world.fail(described(error))
         raise

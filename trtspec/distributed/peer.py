@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..errors import ConfigError
+from ..errors import ConfigError, described
 from .comm import GroupCommunicator
 from .exchange import MAX_RANKS, PART_BYTES, Exchange, memory_bytes
 
@@ -160,7 +160,7 @@ def gpu_communicator(
     try:
         comm = PeerCommunicator(group, device, forced)
     except Exception as error:  # noqa: BLE001 - of many kinds, by driver and machine
-        reason = f"{type(error).__name__}: {error}"
+        reason = described(error)
     reasons = [text for text in all_of(reason) if text is not None]
     if comm is None or reasons:
         logger.warning("All-reduces use NCCL alone; there is no peer memory: %s", reasons[0])

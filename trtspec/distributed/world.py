@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError, RankError
+from ..errors import ConfigError, RankError, described
 from .background import in_background, keep_threads_ready
 from .comm import Communicator, GroupCommunicator
 from .interrupts import interrupts_wait
@@ -272,7 +272,7 @@ class World:
         which rank 0 has time to see first."""
         if _lost_a_peer(error):
             time.sleep(GRACE / 2)
-        self.fail(f"{type(error).__name__}: {error}")
+        self.fail(described(error))
 
     def _say(self, reason: str) -> str:
         try:
@@ -406,4 +406,4 @@ def _lost_a_peer(error: BaseException) -> bool:
 def _text_of(error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({os.path.basename(last[0].filename)}:{last[0].lineno})" if last else ""
-    return f"{type(error).__name__}: {error}{where}"
+    return f"{described(error)}{where}"

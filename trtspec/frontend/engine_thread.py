@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..api.sampling_params import MAX_TOKENS
-from ..errors import EngineError, RankError
+from ..errors import EngineError, RankError, described
 from ..executor.py_executor import PyExecutor
 from ..executor.request import Request
 from .heap import HeapAside
@@ -277,7 +277,7 @@ class EngineThread:
                 live = self._executor.book.live.values()
                 self._behind = {r: r.num_read for r in live if r.cached_tokens is not None}
                 if self._num_failed >= MAX_FAILED_STEPS or isinstance(error, RankError):
-                    self._die(f"the engine failed ({type(error).__name__}: {error})")
+                    self._die(f"the engine failed ({described(error)})")
                 continue
             if self._num_failed and not self._are_behind():
                 self._num_failed = 0

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..api.guided_decoding import MAX_MARKER_TOKENS, GuidedDecodingParams
 from ..api.text_stream import special_token_ids
-from ..errors import ConfigError, RequestError, TrtspecError, shown
+from ..errors import ConfigError, RequestError, TrtspecError, described, shown
 from .grammar import Grammar, WhiteSpace, Without
 from .schema import find_in_tag, find_unenforced, find_unread
 
@@ -82,7 +82,7 @@ class GrammarCompiler:
             )
         except Exception as error:
             raise ConfigError(
-                f"XGrammar cannot read this tokenizer ({type(error).__name__}: {error}): grammars "
+                f"XGrammar cannot read this tokenizer ({described(error)}): grammars "
                 "need a fast tokenizer of transformers."
             ) from error
         compiler = self.xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)

@@ -34,7 +34,7 @@ from ..api.text_stream import special_token_ids
 from ..checks import is_number
 from ..data.acceptance_prompts import prompt_fingerprints, text_fingerprints
 from ..data.jsonl import LineError, check_messages, parse_line, short
-from ..errors import TrtspecError
+from ..errors import TrtspecError, described
 from ..utils import renamed
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def render_chat(
             list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
         )
     except Exception as error:  # a template is code, which may raise anything
-        reason = f"{type(error).__name__}: {error}"
+        reason = described(error)
         raise DataError(f"the chat template cannot render the messages ({reason})") from error
 
 
