@@ -142,3 +142,15 @@ def test_scales_that_do_not_fit(tmp_path: Path, scale: Tensor | None, said: str)
     write(path, tensors, config)
     with pytest.raises(CheckpointError, match=said):
         _texts(path)
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8 inverse", "fp8 blocks"])
+def test_two_scales_of_one_weight_are_refused(tmp_path: Path, form: str) -> None:
+    path = tiny_model_dir(tmp_path)
+    tensors, config = other(form, load_file(path / "model.safetensors"))
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    scale = tensors.get(name, tensors.get(f"{name}_inv"))
+    assert scale is not None
+    write(path, {**tensors, name: scale, f"{name}_inv": 1 / scale}, config)
+    with pytest.raises(CheckpointError, match=r"up_proj.weight_scale.* and .*; a weight has one"):
+        _texts(path)

@@ -128,9 +128,15 @@ def dequantized(
         return found
     for name, source in sources.items():
         if source.dtype == how.dtype:
-            scales = [found.pop(f"{name}{suffix}", None) for suffix in how.suffixes]
-            scale = next((scale for scale in scales if scale is not None), None)
-            found[name] = _dequantized(source, scale, how)
+            names = [f"{name}{suffix}" for suffix in how.suffixes]
+            scales = [found.pop(scale) for scale in names if scale in found]
+            if len(scales) > 1:
+                raise CheckpointError(
+                    f"{where.parent} holds {names[0]} and {names[1]}; a weight has one of them. "
+                    "Remove the one that is not its scale, or copy the checkpoint again from its "
+                    "source."
+                )
+            found[name] = _dequantized(source, scales[0] if scales else None, how)
     of_weights = tuple(f".weight{suffix}" for suffix in how.suffixes)
     left = [name for name in found if name.endswith(of_weights)]
     if left:
