@@ -16,6 +16,7 @@ from oracle import random_prompts
 from quantized import FP8, Tensors, compressed, other, write
 from safetensors.torch import load_file
 from tiny import tiny_model_dir
+from tiny_gemma_moe import moe_dir
 from torch import Tensor
 
 from trtspec import LLM, CheckpointError, SamplingParams
@@ -70,6 +71,23 @@ def test_other_formats(tmp_path: Path, form: str) -> None:
     path = tiny_model_dir(tmp_path, hidden_size=144, num_attention_heads=6, num_key_value_heads=2)
     twin = load_file(path / "model.safetensors")
     tensors, config = other(form, twin)
+    _check(path, twin, tensors, config)
+
+
+@pytest.mark.parametrize("kind", ["float", "int"])
+def test_what_is_said_of_activations_is_left_out(tmp_path: Path, kind: str) -> None:
+    """Zero points of asymmetric ones, too, and the scales of a stack of experts."""
+    path = moe_dir(tmp_path)
+    twin = load_file(path / "model.safetensors")
+    tensors, config = compressed("channel", kind, twin)
+    zero = torch.ones(1).to(FP8 if kind == "float" else torch.int8)
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.up_proj"
+        tensors |= {f"{name}.{what}_zero_point": zero.clone() for what in ("input", "output")}
+        experts = f"model.layers.{layer}.experts"
+        for stack in ("gate_up_proj", "down_proj"):
+            tensors[f"{experts}.{stack}_activation_scale"] = torch.full((6,), 0.5)
+            tensors[f"{experts}.{stack}_input_scale"] = torch.full((6,), 0.5)
     _check(path, twin, tensors, config)
 
 

@@ -6,8 +6,8 @@
     its blocks       [ceil(out / bo), ceil(in / bi)], perhaps with a 1 after each
 
 Stacks of experts [E, out, in] have one more dimension in front (Step-3.5). Tensors of another dtype
-are what they say. Scales of activations are left out: here these stay in the model's dtype. Those
-of the KV cache are read in `kv_scales.py`.
+are what they say. Scales and zero points of activations are left out: here these stay in the
+model's dtype. Scales of the KV cache are read in `kv_scales.py`.
 
 To most readers such a tensor is a float32 one. A product may keep the numbers: they are in
 `TensorSource.scaled`.
@@ -16,6 +16,7 @@ To most readers such a tensor is a float32 one. A product may keep the numbers: 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,10 +33,11 @@ from .tensors import FLOATS
 if TYPE_CHECKING:
     from .tensors import TensorSource
 
-_OF_SERVING = tuple(
-    f".{what}_scale" for what in ("input", "activation", "output", "q", "k", "v", "kv")
+_OF_SERVING = re.compile(
+    r"\.(q|k|v|kv)_scale$|\.(input|activation|output)_(scale|zero_point)$"
+    r"|_proj_(input|activation)_scale$"  # of a stack of experts
 )
-"""Scales of what is no weight."""
+"""Scales and zero points of what is no weight."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,10 @@ def dequantized(
     how = quantization_of(raw, where)
     if not quantization_fields(raw, where)[0]:
         return sources
-    found = {name: s for name, s in sources.items() if not name.endswith(_OF_SERVING)}
+    found = {name: s for name, s in sources.items() if not _OF_SERVING.search(name)}
     if how is None:
         return found
-    for name, source in sources.items():
+    for name, source in list(found.items()):
         if source.dtype == how.dtype:
             names = [f"{name}{suffix}" for suffix in how.suffixes]
             scales = [found.pop(scale) for scale in names if scale in found]
