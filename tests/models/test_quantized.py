@@ -74,6 +74,17 @@ def test_other_formats(tmp_path: Path, form: str) -> None:
     _check(path, twin, tensors, config)
 
 
+@pytest.mark.parametrize("size", [1000, 10**13, 10**30])
+def test_a_block_larger_than_every_weight(tmp_path: Path, size: int) -> None:
+    path = tiny_model_dir(tmp_path)
+    twin = load_file(path / "model.safetensors")
+    tensors, config = other("fp8 inverse", twin)
+    for name, scale in tensors.items():
+        if name.endswith("_scale_inv"):
+            tensors[name] = scale.view(1, 1)
+    _check(path, twin, tensors, {**config, "weight_block_size": [size, size]})
+
+
 @pytest.mark.parametrize("kind", ["float", "int"])
 def test_what_is_said_of_activations_is_left_out(tmp_path: Path, kind: str) -> None:
     """Zero points of asymmetric ones, too, and the scales of a stack of experts."""
@@ -125,6 +136,7 @@ def _group(**weights: Any) -> dict[str, Any]:
         (_group(symmetric=False, type="int"), "weights of 8 bits"),
         (_group(strategy="group"), "strategy 'group'"),
         (_group(strategy="block", block_structure="16by16"), "block_structure '16by16'"),
+        (_group(strategy="block", block_structure="16x\u00b2"), "block_structure '16x"),
         ({**_group(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         ({"quant_method": "compressed-tensors"}, "0 kinds of weights"),
         ({**_group(), "transform_config": {"config_groups": {"R4": {}}}}, "are rotated while"),

@@ -173,7 +173,10 @@ def _dequantized(
             f"{', '.join(FLOATS)}. Check quantization_config in config.json, or copy the "
             "checkpoint again."
         )
-    scaled = ScaledTensor(source, scale, shape, how.block)
+    block = how.block
+    if block is not None:  # one that is larger than the weight
+        block = min(block[0], source.shape[-2]), min(block[1], source.shape[-1])
+    scaled = ScaledTensor(source, scale, shape, block)
     return replace(
         source, dtype="F32", load=scaled.read_floats, load_cut=scaled.read_floats, scaled=scaled
     )

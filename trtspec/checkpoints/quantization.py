@@ -161,7 +161,7 @@ _READERS: dict[str, Callable[[Fields], Quantization | str]] = {
 def _block(size: Any) -> tuple[int, int] | None:
     """[rows, columns] or "rowsxcolumns"."""
     if isinstance(size, str):
-        size = [int(n) if n.isdigit() else 0 for n in size.split("x")]
+        size = [int(n) if n.isdecimal() else 0 for n in size.split("x")]
     if isinstance(size, list | tuple) and len(size) == 2 and all(is_int(n, 1) for n in size):
         return size[0], size[1]
     return None
