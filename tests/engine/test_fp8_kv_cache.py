@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,11 +13,13 @@ import pytest
 import torch
 from matrix import Drafters, config_of, cpu_engine, make_drafters, spread
 from oracle import random_prompts
+from safetensors.torch import load_file, save_file
 from tiny import tiny_model_dir
 from tiny_gemma import gemma_dir
 from tiny_heads import mtp_model_dir
 from tiny_kv_scales import COMPRESSED, scaled_dir
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from trtspec import LLM, CheckpointError, ConfigError, KvCacheConfig, SamplingParams
 from trtspec.attention.base import AttentionBackend
@@ -257,6 +260,34 @@ def test_auto_is_the_models_dtype(tmp_path: Path) -> None:
         config = {**COMPRESSED, "kv_cache_scheme": scheme} if scheme else {}
         path = scaled_dir(tmp_path, "k_scale v_scale", config, K[:0], V[:0])
         assert cpu_engine(path, None).executor.kv_cache.groups[0].k_cache.dtype == torch.float32
+
+
+def test_dynamic_scales_are_not_taken_for_1(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Values of some thousands would be cut off at 448: the text is float64's."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    path = scaled_dir(tmp_path, "k_scale v_scale", {}, K[:0], V[:0])
+    tensors = load_file(path / "model.safetensors")
+    for layer in range(3):
+        for side, by in (("v", 5000.0), ("o", 1 / 5000)):
+            tensors[f"model.layers.{layer}.self_attn.{side}_proj.weight"] *= by
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    prompts = random_prompts(3, 20)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    expected = []
+    for prompt in prompts:
+        text = list(prompt)
+        for _ in range(20):
+            with torch.no_grad():
+                text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+        expected.append(text[len(prompt) :])
+    raw = json.loads((path / "config.json").read_text())
+    raw["quantization_config"] = {**COMPRESSED, "kv_cache_scheme": scheme}
+    (path / "config.json").write_text(json.dumps(raw))
+    with caplog.at_level(logging.INFO):
+        assert texts(cpu_engine(path, None), prompts) == expected
+    assert "float of 8 bits with dynamic scales is not supported" in caplog.text
 
 
 @pytest.mark.parametrize(("k", "said"), [

@@ -5,6 +5,8 @@
 | `kv_cache_scheme` (compressed-tensors, ModelOpt) | `{"type": "float", "num_bits": 8, …}` |
 | `kv_cache_quant_algo` (ModelOpt) | "FP8" |
 
+A scheme with `"dynamic": true` is not: no checkpoint holds scales for it.
+
 The tensors are `…self_attn.k_scale`, `….k_proj.k_scale` or `….k_proj.output_scale`, the same with
 v, or one `….kv_scale` for both: a number for the layer, or one for each KV head.
 """
@@ -46,9 +48,11 @@ def says_fp8(config: DecoderConfig, model_dir: Path) -> bool:
     if isinstance(algorithm, str) and algorithm.upper() == "FP8":
         return True
     if isinstance(scheme, dict):
-        if (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
+        is_dynamic = bool(scheme.get("dynamic"))  # scales that are measured while serving
+        if (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) and not is_dynamic:
             return True
-        algorithm = algorithm or f"{scheme.get('type')} of {scheme.get('num_bits')} bits"
+        kind = f"{scheme.get('type')} of {scheme.get('num_bits')} bits"
+        algorithm = algorithm or (f"{kind} with dynamic scales" if is_dynamic else kind)
     if algorithm:
         logger.info("%s: a KV cache in %s is not supported.", model_dir, algorithm)
     return False
