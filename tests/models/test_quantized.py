@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from oracle import random_prompts
 from quantized import FP8, Tensors, compressed, other, write
 from safetensors.torch import load_file
@@ -100,6 +101,37 @@ def test_what_is_said_of_activations_is_left_out(tmp_path: Path, kind: str) -> N
             tensors[f"{experts}.{stack}_activation_scale"] = torch.full((6,), 0.5)
             tensors[f"{experts}.{stack}_input_scale"] = torch.full((6,), 0.5)
     _check(path, twin, tensors, config)
+
+
+def test_groups_of_activations_alone_are_left_out(tmp_path: Path) -> None:
+    """As the `compressed-tensors` package describes quantised attention."""
+    path = tiny_model_dir(tmp_path)
+    twin = load_file(path / "model.safetensors")
+    args = QuantizationArgs(num_bits=8, type="float", strategy="tensor", symmetric=True)
+    scheme = QuantizationScheme(targets=["LlamaAttention"], input_activations=args)
+    of_attention = json.loads(scheme.model_dump_json())
+    assert of_attention["weights"] is None
+    scales = {
+        f"model.layers.{layer}.self_attn.{what}_scale": torch.tensor([0.05])
+        for layer in range(3)
+        for what in "qkv"
+    }
+    tensors, config = compressed("channel", "float", twin)
+    config["config_groups"]["group_1"] = of_attention
+    _check(path, twin, tensors | scales, config)
+    alone = {
+        "quant_method": "compressed-tensors",
+        "format": "naive-quantized",
+        "config_groups": {"group_0": of_attention},
+        "kv_cache_scheme": args.model_dump(),
+    }
+    write(path, twin, alone | {"kv_cache_scheme": None})
+    with pytest.raises(CheckpointError, match="0 kinds of weights"):
+        _texts(path)
+    write(path, twin | scales, alone)
+    llm = LLM(path, device="cpu", dtype="float32", max_seq_len=64)
+    (group,) = llm.executor.kv_cache.groups
+    assert group.k_cache.dtype == FP8 and (group.k_scales == 0.05).all()
 
 
 def test_a_config_beside_config_json(tmp_path: Path) -> None:

@@ -97,8 +97,20 @@ def _is_of_cache_alone(fields: Fields) -> bool:
         return False
     method = fields.get("quant_method", "modelopt")
     if method == "compressed-tensors":
-        return not fields.get("config_groups")
+        return not _groups_of_weights(fields)
     return method == "modelopt" and fields.get("quant_algo") is None
+
+
+def _groups_of_weights(fields: Fields) -> list[Any]:
+    """The groups in config_groups but for those of activations alone, as attention's are."""
+    groups = fields.get("config_groups") or {}
+    if not isinstance(groups, dict):
+        return [groups]
+    return [
+        group
+        for group in groups.values()
+        if not isinstance(group, dict) or group.get("weights") is not None
+    ]
 
 
 # Each returns what is read, or a text that names what is not.
@@ -121,11 +133,11 @@ def _compressed(fields: Fields) -> Quantization | str:
     if (fields.get("transform_config") or {}).get("config_groups"):
         return "transform_config: activations are rotated while it runs"
     found: set[Quantization] = set()
-    for group in (fields.get("config_groups") or {}).values():
+    for group in _groups_of_weights(fields):
         form = group.get("format") or fields.get("format")
         if form not in ("float-quantized", "int-quantized", "naive-quantized"):
             return f"format {form!r}"
-        weights = group.get("weights") or {}
+        weights = group["weights"]
         kind = weights.get("type"), weights.get("num_bits")
         strategy, size = weights.get("strategy"), weights.get("block_structure")
         if kind not in (("float", 8), ("int", 8)) or not weights.get("symmetric", True):
