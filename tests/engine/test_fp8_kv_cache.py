@@ -183,6 +183,7 @@ K, V = torch.tensor([0.5, 0.02, 3.0]), torch.tensor([0.25, 0.03, 1.5])
     ("k_scale v_scale", COMPRESSED, (3, 1)),
     ("k_scale v_scale", {**COMPRESSED, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, (3,)),
     ("k_proj.output_scale v_proj.output_scale", COMPRESSED, (3, 1)),
+    ("k_scale v_scale", {"quant_method": "fp8", "kv_cache_scheme": "static"}, (3,)),
     ("k_proj.k_scale v_proj.v_scale",
      {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, (3,)),
     ("k_proj.k_scale v_proj.v_scale",
@@ -254,12 +255,15 @@ def test_scales_that_are_not_there_are_1(tmp_path: Path, caplog: pytest.LogCaptu
     assert group.k_scales is not None and (group.k_scales == 1).all()
 
 
-def test_auto_is_the_models_dtype(tmp_path: Path) -> None:
+def test_auto_is_the_models_dtype(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of a checkpoint that says nothing, or something that is not read."""
-    for scheme in (None, {"num_bits": 8, "type": "int"}):
+    caplog.set_level(logging.INFO, "trtspec")
+    for scheme in (None, {"num_bits": 8, "type": "int"}, "dynamic"):
         config = {**COMPRESSED, "kv_cache_scheme": scheme} if scheme else {}
         path = scaled_dir(tmp_path, "k_scale v_scale", config, K[:0], V[:0])
+        caplog.clear()
         assert cpu_engine(path, None).executor.kv_cache.groups[0].k_cache.dtype == torch.float32
+        assert ("a KV cache in" in caplog.text) == bool(scheme)
 
 
 def test_dynamic_scales_are_not_taken_for_1(

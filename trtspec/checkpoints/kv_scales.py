@@ -3,6 +3,7 @@
 | in quantization_config or hf_quant_config.json | is FP8 if it is |
 |---|---|
 | `kv_cache_scheme` (compressed-tensors, ModelOpt) | `{"type": "float", "num_bits": 8, …}` |
+| `kv_cache_scheme` (HF `fp8`) | "static" |
 | `kv_cache_quant_algo` (ModelOpt) | "FP8" |
 
 A scheme with `"dynamic": true` is not: no checkpoint holds scales for it.
@@ -53,6 +54,10 @@ def says_fp8(config: DecoderConfig, model_dir: Path) -> bool:
             return True
         kind = f"{scheme.get('type')} of {scheme.get('num_bits')} bits"
         algorithm = algorithm or (f"{kind} with dynamic scales" if is_dynamic else kind)
+    elif scheme:
+        if scheme == "static" and fields.get("quant_method") == "fp8":
+            return True
+        algorithm = algorithm or f"the scheme {scheme!r}"
     if algorithm:
         logger.info("%s: a KV cache in %s is not supported.", model_dir, algorithm)
     return False
