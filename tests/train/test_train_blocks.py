@@ -16,6 +16,7 @@ from dflash_cases import (
     make_dflash_case,
     make_dspark_case,
 )
+from embeds import vl_model_dir
 from tiny import tiny_model_dir
 from torch import Tensor, nn
 from unrolled import CAPTURED, CPU, F32, STEPS, VOCAB, GreedyTexts, load_target, padded_texts
@@ -224,6 +225,33 @@ def test_a_new_head_is_saved_as_it_computes(
             assert [int(logits_of(of_head, s)[anchor].argmax()) for s in steps] == drafts
         seen += 1
     assert seen > 3
+
+
+@pytest.mark.parametrize("kind", [*CONFIGS, "eagle3"])
+@pytest.mark.parametrize("rope", ["three axes", "a part"])
+def test_a_head_for_a_target_of_another_rotation_can_be_read(
+    tmp_path: Path, kind: str, rope: str
+) -> None:
+    """Such a head was trained and saved, and the loader refused its RoPE."""
+    if rope == "three axes":
+        target_dir = vl_model_dir(tmp_path)
+    else:
+        partial = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+        target_dir = tiny_model_dir(tmp_path, "glm4_moe", rope_parameters=partial)
+    target, is_block = load_target(target_dir), kind in CONFIGS
+    mask = VOCAB if is_block else None
+    spec = NewHead(kind=kind, layers_to_capture=(0, 1), mask_token_id=mask)
+    head = create_head(spec, target, torch.arange(VOCAB), F32, seed=3)
+    for parameter in trainable(head).values():
+        parameter.data = parameter.data.bfloat16().float()
+    save_head(head, target.config, tmp_path / "head")
+    options = LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False)
+    again = load_head(tmp_path / "head", target, HeadRequest(), options)
+    texts = padded_texts([[20]], 20)
+    hidden = teach(target, head, texts).hidden
+    steps = zip(*(unroll(each, texts, hidden, 3) for each in (head, again)), strict=True)
+    for ours, theirs in steps:
+        torch.testing.assert_close(theirs.hidden, ours.hidden, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..checkpoints.families.llama import MAX_WINDOW
 from ..checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
@@ -229,11 +230,22 @@ def _plain_layers(spec: NewHead, target: DecoderConfig) -> DecoderConfig:
         head_dim=target.head_dim,
         max_position_embeddings=like.max_position_embeddings,  # some RoPE types depend on it
         rms_norm_eps=like.rms_norm_eps,
-        rope_parameters=like.rope_parameters,
+        rope_parameters=_readable_rope(spec.kind, like.rope_parameters),
         layer_windows=(spec.sliding_window,) * spec.num_layers,
         dtype=target.dtype,
         raw=target.raw,
     )
+
+
+def _readable_rope(kind: str, rope: dict[str, Any]) -> dict[str, Any]:
+    """Returns a target's RoPE without what the loader refuses in a head of this kind: heads rotate
+    whole, and those of blocks at one position a row."""
+    left_out = set()
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        left_out.add("partial_rotary_factor")
+    if kind in BLOCK_KINDS:
+        left_out.add("mrope_section")
+    return {name: value for name, value in rope.items() if name not in left_out}
 
 
 def _mtp_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
