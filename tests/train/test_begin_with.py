@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantized import to_blocks
+from safetensors.torch import load_file
 from tiny import tiny_model_dir
 from torch import Tensor
 from unrolled import CPU, F32, VOCAB, load_target
@@ -15,6 +17,9 @@ from unrolled import CPU, F32, VOCAB, load_target
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.place import weight_form
+from trtspec.checkpoints.quantization import quantization_of
+from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import ConfigError
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.eagle import Eagle3Head
@@ -127,3 +132,18 @@ def test_mtp_layers_begin_with_saved_ones(target: Decoder, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match="rope_parameters"):
         begin_with(head, load_head(tmp_path, target, HeadRequest(), how))
+
+
+def test_mtp_layers_for_a_quantised_target_are_floats(tmp_path: Path) -> None:
+    """Their config.json is the target's, but for how weights are stored."""
+    to_blocks(target_dir := tiny_model_dir(tmp_path), (16, 16))
+    form = replace(weight_form(None, CPU), keeps_fp8=False)
+    target = load_decoder(target_dir, F32, CPU, TorchAttention(), pack=False, form=form)
+    assert "quantization_config" in target.config.raw
+    head = create_head(NewHead(kind="mtp"), target, None, F32, seed=1)
+    save_head(head, target.config, tmp_path / "head")
+    assert {t.dtype for t in load_file(tmp_path / "head" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
+    raw = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert quantization_of(raw, tmp_path / "head" / "config.json") is None

@@ -113,7 +113,8 @@ def _public_name(name: str, head: DraftHead, target: DecoderConfig, format: str)
 def _raw_json(head: DraftHead, target: DecoderConfig) -> dict[str, Any]:
     config = head.config
     if config.kind == "mtp":
-        raw = {k: v for k, v in target.raw.items() if k not in ("_name_or_path", "training")}
+        of_target = "_name_or_path", "training", "quantization_config"  # the head's is bf16
+        raw = {k: v for k, v in target.raw.items() if k not in of_target}
         if raw.get("first_k_dense_replace") is not None:  # these layers are dense too
             raw["first_k_dense_replace"] = target.num_layers + config.decoder.num_layers
         return {
