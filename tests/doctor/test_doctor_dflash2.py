@@ -13,9 +13,13 @@ import torch
 from oracle import Oracle
 from perfect_blocks import PERIOD, PerfectBlocks
 from safetensors.torch import load_file, save_file
-from unrolled import load_target
+from unrolled import CPU, F32, load_target
 
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.doctor import Diagnosis, diagnose
+from trtspec.doctor.exam import HeadExam
 from trtspec.models.decoder import Decoder
 from trtspec.train.records import Sequences
 
@@ -98,3 +102,22 @@ def test_what_undoes_a_sabotage_is_tried(
     assert diagnosis.changes and diagnosis.changes[0].result.acceptance_length == BLOCK
     if kind == "permutation":
         assert name in diagnosis.changes[0].name
+
+
+def test_a_longer_block_is_no_cure_for_a_draft_less(tmp_path: Path) -> None:
+    """Once the last token's row does not propose, blocks of 4 rows have 3 drafts, where 4 were
+    examined. A head that goes on beyond its block would gain by a longer one."""
+    case = Case(tmp_path, "period")
+    out = PERFECT.head(tmp_path / "head", "period", "dflash2", BLOCK)
+    raw = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**raw, "sample_from_anchor": True}))
+    options = LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False)
+    head = load_head(out, case.target, HeadRequest(), options)
+    exam = HeadExam(case.target, head, case.texts, None, {})
+    lengths = [trial for trial in exam.trials() if "block_size" in trial.cure]
+    assert [trial.sets["block"] for trial in lengths] == [8, 10, 16, 32]
+    (kept,) = [t for t in exam.trials() if t.name == "the last token's row should not propose"]
+    before = exam.evaluate(kept).result.acceptance_length
+    exam.keep(kept)
+    assert exam.evaluate(None).result.acceptance_length == before
+    assert not [trial.cure for trial in exam.trials() if "block_size" in trial.cure]

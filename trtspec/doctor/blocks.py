@@ -129,7 +129,8 @@ def _lengths(head: DFlashHead) -> list[Trial]:
         return change
 
     def other_anchor(head: DFlashHead) -> None:
-        head.config = replace(head.config, samples_from_anchor=not anchor)
+        config, drafts = head.config, now - anchor  # the block stays as long as it is
+        head.config = replace(config, samples_from_anchor=not anchor, trained_draft_len=drafts)
 
     return [
         Trial(

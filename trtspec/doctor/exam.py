@@ -209,7 +209,15 @@ class HeadExam(Exam):
         found = trials_of(self.patient)
         if self.all_layers is not None:
             found.append(self._other_layers())
-        return found
+        return [trial for trial in found if not self._only_adds_drafts(trial)]
+
+    def _only_adds_drafts(self, trial: Trial) -> bool:
+        """Whether a trial makes a block longer that an earlier change has left too few drafts:
+        those alone would be gained."""
+        now, length = self.setting.block, trial.sets.get("block")
+        if now is None or length is None or length <= now:
+            return False
+        return now - (not self.head.config.samples_from_anchor) < self.num_steps
 
     def scores(self, setting: Setting) -> list[StepScore]:
         teacher = replace(self.teacher, hidden=self._hidden(setting))
