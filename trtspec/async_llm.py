@@ -113,8 +113,10 @@ def make_requests(llm: LLM, asked: Asked) -> list[Request]:
     for request in requests:
         request.arrived = asked.arrived
         request.sources = [] if asked.keep_sources else None
-        if stops := request.sampling_params.stop_strings:
-            request.text = TextStream(keep_markers(llm.tokenizer, asked.markers), stops)
+    if stops := asked.params[0].stop_strings:  # all have the same
+        tokenizer = keep_markers(llm.tokenizer, asked.markers)
+        for request in requests:
+            request.text = TextStream(tokenizer, stops)
     return requests
 
 

@@ -172,6 +172,7 @@ class Server(uvicorn.Server):
     ):
         settings = uvicorn.Config(
             build_app(llm, config, observation),
+            # uvicorn calls it as it would the class, which is what its annotation asks for.
             http=partial(Guarded, config, Outbox()),  # type: ignore[arg-type]
             ws="none",
             access_log=False,
