@@ -94,7 +94,7 @@ def served(args: argparse.Namespace, options: str, batch: int) -> Iterator[Serve
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = [sys.executable, "-m", "trtspec.cli", "serve", args.model, "--port", str(port)]
+    words = [sys.executable, "-m", "trtspec", "serve", args.model, "--port", str(port)]
     words += ["--served-model-name", "model", "--device", args.device, "--no-block-reuse"]
     words += ["--max-batch-size", str(batch), "--speculative"]
     started, process = time.perf_counter(), subprocess.Popen(words + shlex.split(options))

@@ -900,7 +900,7 @@ def test_importing_the_cli_does_not_import_what_takes_long(module, heavy):
 
 def test_ctrl_c_while_importing_exits_130_quietly(tmp_path):
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
-    done = start("-m", "trtspec.cli", "--version", path=[tmp_path])
+    done = start("-m", "trtspec", "--version", path=[tmp_path])
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
@@ -933,7 +933,7 @@ def test_our_names_for_options_of_others_exist():
 @pytest.mark.parametrize("argument", ["--version", "--help"])
 def test_a_full_output_exits_1_with_a_sentence(argument):
     with open("/dev/full", "w") as full:
-        done = start("-m", "trtspec.cli", argument, stdout=full)
+        done = start("-m", "trtspec", argument, stdout=full)
     assert done.returncode == 1
     assert error_line(done.stderr) == (
         "error: the output cannot be written: No space left on device. Make room, or write "
@@ -953,7 +953,7 @@ def test_a_file_without_room_is_no_bad_usage(run, fake, monkeypatch):
 
 def test_a_full_stderr_keeps_the_exit_code():
     with open("/dev/full", "w") as full:
-        assert start("-m", "trtspec.cli", "decode", stderr=full).returncode == 2
+        assert start("-m", "trtspec", "decode", stderr=full).returncode == 2
 
 
 def test_a_closed_output_is_no_error(monkeypatch, capsys):

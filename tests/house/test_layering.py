@@ -28,6 +28,7 @@ LAYERS = [
     ["report"],
     ["serving"],
     ["cli"],
+    ["__main__"],
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 BESIDE = {"models", "workers"}  # neither may import the other

@@ -41,7 +41,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def served(model_dir: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Yields the process and its URL."""
-    command = [sys.executable, "-m", "trtspec.cli", "serve", str(model_dir), "--port", "0"]
+    command = [sys.executable, "-m", "trtspec", "serve", str(model_dir), "--port", "0"]
     command += ["--device", "cpu", "--dtype", "float32", "--served-model-name", "tiny"]
     with subprocess.Popen(
         [*command, *options], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -153,7 +153,7 @@ def test_each_process_ends_with_the_other(model_dir: Path) -> None:
 
 def test_a_process_without_a_model_leaves_none(tmp_path: Path) -> None:
     """It ended while that of HTTP was starting."""
-    command = [sys.executable, "-m", "trtspec.cli", "serve", str(tmp_path), "--port", "0"]
+    command = [sys.executable, "-m", "trtspec", "serve", str(tmp_path), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.wait(60) == 2 and process.stderr is not None
         process.stderr.read()  # to its end: no other process has it open
