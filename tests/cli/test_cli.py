@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -374,6 +375,24 @@ def test_ctrl_c_exits_130_without_a_traceback(run):
     code, _, err = run("generate", "--prompt", "interrupt")
     assert code == 130
     assert "interrupted" in err and "Traceback" not in err
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(run, fake, monkeypatch, tmp_path):
+    real = fake.generate
+
+    def generate(self, prompts, params, **options):
+        if self.options["max_batch_size"] == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return real(self, prompts, params, **options)
+
+    monkeypatch.setattr(fake, "generate", generate)
+    code, _, err = run(
+        *SWEEP, "--concurrency", "1,4", "--kinds", "code", "--temperatures", "0", "--csv", "t.csv"
+    )
+    assert code == 143 and err.endswith("these are 1 of 2 cells.\nterminated\n")
+    lines = (tmp_path / "t.csv").read_text().splitlines()[1:]
+    assert {line.split(",")[0] for line in lines} == {"1"}
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
+    terminated = threading.Event()
     try:
-        from .app import run
+        with _sigterm_is_ctrl_c(terminated):
+            from .app import run
 
-        return run(list(sys.argv[1:] if argv is None else argv))
+            return run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         with suppress(OSError, AttributeError):  # stderr may be full, or closed and None
-            sys.stderr.write("interrupted\n")
-        return EXIT_INTERRUPTED
+            sys.stderr.write("terminated\n" if terminated.is_set() else "interrupted\n")
+        return EXIT_TERMINATED if terminated.is_set() else EXIT_INTERRUPTED
+
+
+@contextmanager
+def _sigterm_is_ctrl_c(terminated: threading.Event) -> Iterator[None]:
+    """Lets SIGTERM end the command as Ctrl-C does, so that what is measured or trained is kept.
+
+    A process that ignores Ctrl-C, as a shell's background jobs do, ends at SIGTERM at once.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not callable(signal.getsignal(signal.SIGINT)):
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        terminated.set()
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
