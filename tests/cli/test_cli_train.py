@@ -20,6 +20,7 @@ from trtspec.cli.options import TrainOptions
 from trtspec.cli.train import _train_config
 from trtspec.train.create_head import create_head
 from trtspec.train.new_head import NewHead
+from trtspec.train.run_directory import held
 from trtspec.train.save_head import save_head
 
 Captured = pytest.CaptureFixture[str]
@@ -272,6 +273,16 @@ def test_a_head_without_its_checkpoint_is_not_overwritten(tmp_path: Path, capsys
         error = capsys.readouterr().err
         assert "holds a head (model.safetensors, config.json) and no checkpoint.pt" in error
     assert (out / "model.safetensors").read_bytes() == weights
+
+
+def test_a_directory_that_another_run_holds_is_refused(tmp_path: Path, capsys: Captured) -> None:
+    target, out = _tiny_target(tmp_path), tmp_path / "out"
+    train = _train(target, out, _write_texts(tmp_path / "text.jsonl"))
+    with held(out):
+        assert cli.main(train) == 2
+        assert f"Another process trains in {out}" in capsys.readouterr().err
+    assert not out.exists(), "an empty directory is left"
+    assert cli.main(train) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

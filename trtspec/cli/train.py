@@ -61,20 +61,23 @@ class _Target:
 
 def run_train(options: TrainOptions) -> int:
     """Returns the exit code."""
+    from ..train.run_directory import held
+
     _check_alone(options)
     target = _target_of(options)
     earlier = _earlier(options, target.config)
     spec = _spec(options, earlier)
     _check_before_text(options, target.config, spec, earlier)
-    rows = _text(options, target, earlier)
-    config = _train_config(options, len(rows.train), spec)
-    _say(
-        f"{rows.num_conversations} conversations in {len(rows.train)} rows of {options.length} "
-        f"tokens ({100 * rows.train.fill:.0f} % full), {rows.num_held_out} held out; draft "
-        f"vocabulary covers {100 * rows.coverage:.2f} %; {config.max_steps} steps of "
-        f"{config.batch_size} rows."
-    )
-    return _train(options, _trainer(options, target, spec, rows, config))
+    with held(options.out):
+        rows = _text(options, target, earlier)
+        config = _train_config(options, len(rows.train), spec)
+        _say(
+            f"{rows.num_conversations} conversations in {len(rows.train)} rows of "
+            f"{options.length} tokens ({100 * rows.train.fill:.0f} % full), {rows.num_held_out} "
+            f"held out; draft vocabulary covers {100 * rows.coverage:.2f} %; {config.max_steps} "
+            f"steps of {config.batch_size} rows."
+        )
+        return _train(options, _trainer(options, target, spec, rows, config))
 
 
 def _check_alone(options: TrainOptions) -> None:

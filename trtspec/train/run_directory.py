@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,35 @@ from .save_head import HEAD_FILES
 
 CHECKPOINT, PARTIAL = "checkpoint.pt", "checkpoint.tmp"
 LOG, LINE_BEGINS = "log.jsonl", '{"step": '
+
+
+@contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Makes the directory and holds it: two runs at a time would overwrite each other's files.
+
+    Raises:
+        CheckpointError: another process holds it.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    directory = os.open(out, os.O_RDONLY)
+    try:
+        _lock(directory, out)
+        yield
+    finally:
+        os.close(directory)  # which gives the lock back
+        with suppress(OSError):  # it holds something
+            out.rmdir()
+
+
+def _lock(directory: int, out: Path) -> None:
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"Another process trains in {out}. Wait for its end, or give another --out."
+        ) from None
+    except OSError:  # a file system without locks
+        pass
 
 
 def check_run_directory(out: Path) -> None:
