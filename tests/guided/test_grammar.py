@@ -99,6 +99,16 @@ def test_restarting(compiler: GrammarCompiler) -> None:
         assert grammar.is_complete
 
 
+@pytest.mark.parametrize(
+    "text", ['a"b\\c', "a\n\r\t\x07b", "a\u2028b", "a\U000e0041b", "a\U0010ffff"]
+)
+def test_a_choice_may_have_any_character(compiler: GrammarCompiler, text: str) -> None:
+    """What is not printable is escaped. U+E0041 was taken for U+E004 and a "1"."""
+    grammar = make(compiler, GuidedDecodingParams(choice=[text]))
+    assert grammar.matcher.accept_string(text)
+    assert not grammar.matcher.accept_string("a")
+
+
 def test_before_the_marker_all_but_the_end_may_come(compiler: GrammarCompiler) -> None:
     params = GuidedDecodingParams(choice=["c"], reasoning_end=[10, 11])
     grammar, masks = make(compiler, params), new_masks(5)

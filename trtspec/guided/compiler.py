@@ -203,7 +203,7 @@ class GrammarCompiler:
             _check_schema(schema, "json")
             return compiler.compile_json_schema(schema)
         if params.kind == "regex":
-            _check_regex(params.regex or "", "GuidedDecodingParams.regex")
+            _check_regex(params.regex or "")
             return compiler.compile_regex(params.regex)
         if params.kind == "grammar":
             return compiler.compile_grammar(params.grammar)
@@ -254,21 +254,19 @@ def _check_schema(text: str, name: str, is_tag: bool = False) -> None:
         )
 
 
-def _check_regex(text: str, name: str) -> None:
+def _check_regex(text: str) -> None:
     """Raises RequestError for what XGrammar would pass over in a regular expression."""
     found = find_unread(text)
     if found is not None:
-        raise RequestError(f"{name} has {found}, which would be passed over: leave it out.")
+        raise RequestError(
+            f"GuidedDecodingParams.regex has {found}, which would be passed over: leave it out."
+        )
 
 
 def _quoted(text: str) -> str:
     """Returns a literal of the EBNF notation."""
-    escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    return '"' + "".join(escapes.get(c, _escaped(c)) for c in text) + '"'
-
-
-def _escaped(character: str) -> str:
-    return character if character.isprintable() else f"\\u{ord(character):04x}"
+    is_plain = {c: c.isprintable() and c not in '\\"' for c in text}
+    return '"' + "".join(c if is_plain[c] else f"\\U{ord(c):08x}" for c in text) + '"'
 
 
 def _white_space(texts: Sequence[bytes]) -> WhiteSpace | None:
