@@ -17,8 +17,7 @@ from ..errors import CheckpointError, described
 from ..models.config import DecoderConfig
 from ..models.rope import ROPE_TYPES, RopeTables
 from .families import FAMILIES, Family
-from .files import is_there
-from .json_object import read_json_object
+from .files import is_there, read_json_object
 from .quantization import quantization_of
 from .text_part import TEXT_TYPES, text_config
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..checks import is_int
 from ..errors import CheckpointError
-from .json_object import read_json_object
+from .files import read_json_object
 
 FP8, INT8 = "F8_E4M3", "I8"
 MODELOPT_FILE = "hf_quant_config.json"

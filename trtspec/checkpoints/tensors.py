@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ..distributed.parallel import Cut
 from ..errors import CheckpointError
-from .files import is_there
-from .json_object import read_json_object
+from .files import is_there, read_json_object
 
 if TYPE_CHECKING:
     from .dequantized import ScaledTensor

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from ..attention.torch_sdpa import TorchAttention
+from ..checkpoints.files import read_json_object
 from ..checkpoints.heads.load import load_head, read_head
 from ..checkpoints.heads.masked import pard_token
 from ..checkpoints.heads.records import HeadRequest, LoadOptions
 from ..checkpoints.hf_config import load_config
-from ..checkpoints.json_object import read_json_object
 from ..checkpoints.tensors import open_checkpoint
 from ..checkpoints.tokenizer import load_tokenizer, token_problem
 from ..checkpoints.weights import load_decoder

@@ -29,8 +29,8 @@ from ...models.drafters.base import DraftHead, HeadConfig, HeadTarget
 from ...models.drafters.clustered_head import ClusteredHead
 from ...models.placement import Placement
 from ..dequantized import dequantized
+from ..files import read_json_object
 from ..hf_config import MAX_SIZE
-from ..json_object import read_json_object
 from ..place import place_tensors
 from ..tensors import FLOATS, TensorSource, open_checkpoint, some
 from ..weights import finish, placements, shape_problem, sizes_alone
