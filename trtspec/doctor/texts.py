@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import ConfigError
+from ..train.packing import in_rows
 from ..train.records import Sequences
 
 
@@ -18,24 +19,10 @@ def texts_of(
     Raises:
         ConfigError: nothing was written.
     """
-    rows = [[*p, *o] for p, o in zip(prompts, outputs, strict=True)]
-    if not any(len(o) for o in outputs):
+    if not any(len(output) for output in outputs):
         raise ConfigError("The target wrote nothing after these prompts: give other ones.")
-    length = max(map(len, rows))
-    places, used = list[tuple[int, int]](), list[int]()  # (line, first column); columns, by line
-    for row in rows:
-        line = next((i for i, n in enumerate(used) if n + len(row) <= length), len(used))
-        used += [0] * (line == len(used))
-        places.append((line, used[line]))
-        used[line] += len(row)
-    shape = len(used), length
-    ids, documents = torch.zeros(shape, dtype=torch.int64), torch.full(shape, -1)
-    mask = torch.zeros(shape, dtype=torch.bool)
-    positions = torch.zeros(shape, dtype=torch.int64)
-    for row, prompt, (line, first) in zip(rows, prompts, places, strict=True):
-        end = first + len(row)
-        ids[line, first:end] = torch.tensor(row)
-        documents[line, first:end] = documents[line].max() + 1
-        mask[line, first + len(prompt) : end] = True
-        positions[line, first:end] = torch.arange(len(row))
-    return Sequences(ids, mask, documents, positions).to(device)
+    documents = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([*prompt, *output])
+        documents.append((ids, torch.arange(len(ids)) >= len(prompt)))
+    return in_rows(documents, max(len(ids) for ids, _ in documents)).to(device)

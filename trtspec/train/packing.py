@@ -131,8 +131,17 @@ def pack(examples: Iterable[Example], length: int, seed: int) -> Packed:
             "Give text with answers of the assistant, or longer rows."
         )
     documents = [documents[i] for i in _shuffled(len(documents), f"pack {seed}")]
-    sizes = [min(len(e.input_ids), length) for e in documents]
-    bins = first_fit(sizes, length)
+    rows = in_rows([(e.input_ids[:length], e.loss_mask[:length]) for e in documents], length)
+    return Packed(rows, seed, sum(len(e.input_ids) > length for e in documents))
+
+
+def in_rows(documents: Sequence[tuple[Tensor, Tensor]], length: int) -> Sequences:
+    """Puts documents into rows of `length` tokens, each into the first row that has room.
+
+    Args:
+        documents: (ids [T] int64, loss mask [T] bool) of each, T <= length.
+    """
+    bins = first_fit([len(ids) for ids, _ in documents], length)
     shape = max(bins) + 1, length
     rows = Sequences(
         torch.zeros(shape, dtype=torch.int64),
@@ -141,15 +150,15 @@ def pack(examples: Iterable[Example], length: int, seed: int) -> Packed:
         torch.zeros(shape, dtype=torch.int64),
     )
     used, counts = [0] * shape[0], [0] * shape[0]
-    for example, row, size in zip(documents, bins, sizes, strict=True):
-        cells = row, slice(used[row], used[row] + size)
-        rows.input_ids[cells] = example.input_ids[:size]
-        rows.loss_mask[cells] = example.loss_mask[:size]
+    for (ids, loss_mask), row in zip(documents, bins, strict=True):
+        cells = row, slice(used[row], used[row] + len(ids))
+        rows.input_ids[cells] = ids
+        rows.loss_mask[cells] = loss_mask
         rows.document_ids[cells] = counts[row]
-        rows.positions[cells] = torch.arange(size)
-        used[row] += size
+        rows.positions[cells] = torch.arange(len(ids))
+        used[row] += len(ids)
         counts[row] += 1
-    return Packed(rows, seed, sum(len(e.input_ids) > length for e in documents))
+    return rows
 
 
 def first_fit(sizes: Sequence[int], capacity: int) -> list[int]:
