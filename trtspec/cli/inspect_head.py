@@ -115,7 +115,7 @@ def _network_facts(report: HeadReport, head: HeadConfig) -> dict[str, str]:
     facts = {
         "Format": head.format,
         "Tensors": f"{len(report.tensors)} used, {parameters:,} parameters",
-        "Layers": f"{report.num_mtp_layers or decoder.num_layers}, hidden_size "
+        "Layers": f"{head.num_mtp_layers or decoder.num_layers}, hidden_size "
         f"{decoder.hidden_size}, intermediate_size {decoder.intermediate_size}",
         "Attention": "\n".join(f"{label}{_attention(kind)}" for label, kind in _kinds(decoder)),
         "Target hidden size": str(head.target_hidden_size),

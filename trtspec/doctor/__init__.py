@@ -15,7 +15,7 @@ when it was trained, it is simply weak.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from ..checks import is_number
 from ..errors import CheckpointError
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
+from ..models.drafters.base import DraftHead
 from ..train.records import Sequences
 from .diagnosis import Diagnosis, Finding
 from .draft_model import DraftModel, DraftModelExam, is_language_model
@@ -99,31 +100,25 @@ def diagnose(
     with ExitStack() as stack:
         report = read_head(head_dir, target.config, stack, HeadRequest(kind=kind))
     diagnosis.problems = report.problems
-    if report.problems or report.kind is None:
+    if report.problems:
         return diagnosis
-    num_mtp_layers = max(1, min(report.num_mtp_layers, NUM_STEPS))
+    assert report.kind is not None
+    num_mtp_layers = report.require().num_mtp_layers
+    used = max(1, min(num_mtp_layers, NUM_STEPS))
     head = load_head(
         head_dir,
         target,
-        HeadRequest(kind=report.kind.asked_as, num_mtp_layers=num_mtp_layers),
+        HeadRequest(kind=report.kind.asked_as, num_mtp_layers=used),
         LoadOptions(dtype=dtype, device=device, backend=TorchAttention(), kv_group=1, pack=False),
     )
     raw = read_json_object(head_dir / "config.json", "Point to the head's directory.")
     _compare_with_training(diagnosis, raw.get("training"))
-    mask, tokens = head.config.mask_token_id, dict[int, str]()
-    diagnosis.reads_masks = mask is not None
-    if mask is not None:
-        assert head.embed_tokens is not None
-        tokens, left_out = special_tokens(
-            raw, head.config.decoder.vocab_size, target.config, tokenizer
-        )
-        tokens = without_twins(tokens, mask, head.embed_tokens.weight)
-        diagnosis.notes += left_out
+    tokens = _tokens_for_mask(diagnosis, head.config.mask_token_id, raw, head, target, tokenizer)
     exam = HeadExam(target, head, sequences, report.mask_hidden, tokens)
     diagnosis.notes += notes_on(exam.patient)
-    if report.num_mtp_layers > NUM_STEPS:
+    if num_mtp_layers > NUM_STEPS:
         diagnosis.notes.append(
-            f"Of its {report.num_mtp_layers} MTP layers the first {NUM_STEPS} were examined."
+            f"Of its {num_mtp_layers} MTP layers the first {NUM_STEPS} were examined."
         )
     diagnosis.suspicion = suspicion_of(exam.patient)
     diagnosis.defect = defect_of(exam.patient, diagnosis.trained)
@@ -174,8 +169,6 @@ def _diagnose_model(
     except CheckpointError as error:
         diagnosis.problems.append(str(error))
         return diagnosis
-    diagnosis.reads_masks = mask is not None
-    tokens, left_out = special_tokens(config.raw, config.vocab_size, target.config, tokenizer)
     diagnosis.notes.append(
         "A draft model's own settings (RoPE, norms) are not tried: they are right if the text that "
         "it writes alone is good (trtspec generate)."
@@ -185,20 +178,40 @@ def _diagnose_model(
             "It was examined one token a pass; with a pard_token in its config.json the doctor "
             "examines drafts from one pass."
         )
-    else:
-        tokens = without_twins(tokens, mask, model.embed_tokens.weight)
-        diagnosis.notes += left_out
+    tokens = _tokens_for_mask(diagnosis, mask, config.raw, model, target, tokenizer)
     if draft_tokenizer is None or tokenizer is None:
         diagnosis.notes.append(
             "The tokenizers were not compared: "
             + ("the draft model's" if draft_tokenizer is None else "the target's")
             + " directory holds none, or it was not given."
         )
-    drafter = DraftModel(model, mask)
-    exam = DraftModelExam(target, drafter, sequences, tokens)
+    exam = DraftModelExam(target, DraftModel(model, mask), sequences, tokens)
     examine(exam, diagnosis, tell)
     diagnosis.notes += exam.notes()
     return diagnosis
+
+
+def _tokens_for_mask(
+    diagnosis: Diagnosis,
+    mask: int | None,
+    raw: Mapping[str, Any],
+    drafter: DraftHead | Decoder,
+    target: Decoder,
+    tokenizer: Any,
+) -> dict[int, str]:
+    """Returns the names of tokens to try in place of the drafter's mask; none if it has none.
+
+    Args:
+        raw: the drafter's config.json. tokenizer: the target's.
+    """
+    diagnosis.reads_masks = mask is not None
+    if mask is None:
+        return {}
+    assert drafter.embed_tokens is not None
+    embedding = drafter.embed_tokens.weight
+    tokens, left_out = special_tokens(raw, len(embedding), target.config, tokenizer)
+    diagnosis.notes += left_out
+    return without_twins(tokens, mask, embedding)
 
 
 def _compare_with_training(diagnosis: Diagnosis, notes: Any) -> None:

@@ -24,7 +24,7 @@ def kind_of(files: HeadFiles, asked: str | None) -> HeadKind:
     """Returns the row that reads a directory.
 
     Args:
-        asked: "dflash", "eagle" or "mtp" where only that will do.
+        asked: as `HeadRequest.kind`.
 
     Raises:
         CheckpointError: it holds another kind, or none.

@@ -46,8 +46,7 @@ def _read(
             f"{report.head_dir}: the MTP layers are not numbered from {decoder.num_layers}, which "
             "is num_hidden_layers. Use the config.json that belongs to these weights."
         )
-    report.num_mtp_layers = count
-    needed = _num_needed(report, request.num_mtp_layers if layer_per_draft else 1)
+    needed = _num_needed(report, count, request.num_mtp_layers if layer_per_draft else 1)
     report.tensors = {n: s for n, s in renamed.items() if int(n.split(".")[1]) < needed}
     config = parse_mtp(decoder, report.tensors, layout, needed)
     if target is not None:
@@ -55,9 +54,8 @@ def _read(
     return replace(config, num_mtp_layers=count)
 
 
-def _num_needed(report: HeadReport, asked: int | None) -> int:
-    """How many of the layers are to be loaded, at most those there are."""
-    count = report.num_mtp_layers
+def _num_needed(report: HeadReport, count: int, asked: int | None) -> int:
+    """Returns how many of the checkpoint's `count` layers are to be loaded."""
     if asked is not None and asked > count:
         report.problems.append(
             f"{asked} MTP layers are needed, one for each draft token, and the checkpoint has "

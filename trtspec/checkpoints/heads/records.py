@@ -25,7 +25,7 @@ Network = Callable[[HeadConfig, int, AttentionBackend, int], DraftHead]
 class HeadRequest:
     """What a user asks of a head's checkpoint. None leaves it to the checkpoint."""
 
-    kind: str | None = None  # "eagle" (EAGLE-1 or -3) or "mtp" where only that will do
+    kind: str | None = None  # "eagle" (EAGLE-1 or -3), "mtp", "dflash" or "dspark": only that
     layers_to_capture: Sequence[int] | None = None  # of an EAGLE-3 head, 0-based
     num_mtp_layers: int | None = None  # that are needed, one for each draft; None is all there are
     layer_per_draft: bool | None = True  # False needs the first MTP layer alone
@@ -65,7 +65,6 @@ class HeadReport:
     head_dir: Path
     config: HeadConfig | None = None
     tensors: Sources = field(default_factory=dict)  # under the names of the module
-    num_mtp_layers: int = 0  # in the checkpoint
     d2t: Tensor | None = None  # [Vd] int64 offsets
     mask_hidden: Tensor | None = None  # [1, n * Ht], of a head that drafts from mask tokens
     clusters: Tensor | None = None  # [C, V / C] int64, tokens of a clustered lm_head
@@ -88,7 +87,7 @@ class HeadReport:
 class HeadKind:
     """How one kind of head is recognized, read and built: a row of `HEAD_KINDS`."""
 
-    asked_as: str  # the `HeadRequest.kind` that accepts it: "eagle" or "mtp"
+    asked_as: str  # the `HeadRequest.kind` that accepts it
     description: str  # "is …" or "holds …", behind the directory's name
     how_to_give: str  # the argument that takes it, for messages
     recognizes: Callable[[HeadFiles, str | None], bool]
