@@ -12,6 +12,8 @@ from typing import Any, TypeGuard
 
 from .errors import CheckpointError
 
+MAX_SIZE = 2**24
+"""Of any size in a config: above it the file is wrong, not the model large."""
 COPY_AGAIN = "Copy the file again from the model's source."
 
 

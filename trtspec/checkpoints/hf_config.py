@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..checks import are_ints, checked_int, checked_positive, is_int, is_number
+from ..checks import MAX_SIZE, are_ints, checked_int, checked_positive, is_int, is_number
 from ..errors import CheckpointError, described
 from ..models.config import DecoderConfig
 from ..models.rope import ROPE_TYPES, RopeTables
@@ -21,7 +21,6 @@ from .files import is_there, read_json_object
 from .quantization import quantization_of
 from .text_part import TEXT_TYPES, text_config
 
-MAX_SIZE = 2**24  # of any size in a config: above it the file is wrong, not the model large
 MAX_HEAD_DIM = 4096
 MAX_LABELS = 10_000
 MAX_LAYERS = 1000  # each costs time before the weights are looked at

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..checkpoints.families.llama import MAX_WINDOW
 from ..checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from ..checkpoints.heads.dflash_config import default_target_layers, widened
+from ..checks import MAX_SIZE
 from ..config import MAX_DRAFT_LEN, require_int
 from ..errors import ConfigError
 from ..models.config import DecoderConfig
@@ -63,9 +63,9 @@ class NewHead:
         if self.context_embeddings and self.kind not in BLOCK_KINDS:
             raise ConfigError(f"context_embeddings is of block heads, not of {self.kind}.")
         if self.sliding_window is not None:
-            require_int(self, "sliding_window", 1, MAX_WINDOW)
+            require_int(self, "sliding_window", 1, MAX_SIZE)
         if self.draft_window:
-            require_int(self, "draft_window", MAX_DRAFT_LEN + 1, MAX_WINDOW)
+            require_int(self, "draft_window", MAX_DRAFT_LEN + 1, MAX_SIZE)
         not_of_mtp = self.layers_to_capture, self.intermediate_size, self.sliding_window
         if self.kind == "mtp" and any(not_of_mtp):
             raise ConfigError(

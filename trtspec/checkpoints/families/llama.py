@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...checks import is_int
+from ...checks import MAX_SIZE, checked_int
 from ...errors import CheckpointError
 from .moe import qwen_moe
 
-MAX_WINDOW = 2**24
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -79,9 +78,5 @@ def _window(hf: Any, where: Path) -> int | None:
 
 def checked_window(window: Any, where: Path) -> int:
     """Raises CheckpointError for what is no window."""
-    if not is_int(window, 1, MAX_WINDOW):
-        raise CheckpointError(
-            f"{where}: sliding_window={window!r} must be an int in 1 … {MAX_WINDOW}, or null where "
-            "no layer slides. Copy the file again from the model's source."
-        )
-    return window
+    also = ", or null where no layer slides"
+    return checked_int(where, "sliding_window", window, range(1, MAX_SIZE + 1), also)

@@ -7,12 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ...checks import checked_int, checked_positive
+from ...checks import MAX_SIZE, checked_int, checked_positive
 from ...errors import CheckpointError
 from ...models.config import MoEConfig, MoENames
 from .family import refuse_other
 
-_MAX_EXPERTS = 4096
+_SIZES, _COUNTS = range(1, MAX_SIZE + 1), range(1, 4096 + 1)
+"""Of widths; of experts and their groups."""
 
 
 def deepseek_moe(hf: Any, where: Path) -> MoEConfig | None:
@@ -23,17 +24,17 @@ def deepseek_moe(hf: Any, where: Path) -> MoEConfig | None:
         CheckpointError: a number is out of its range, or a variant is named that is not computed.
     """
     refuse_other(hf, where, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
-    first = _count(hf, "first_k_dense_replace", 0, 2**24, where)
+    first = _count(hf, "first_k_dense_replace", range(MAX_SIZE + 1), where)
     if first >= hf.num_hidden_layers + (getattr(hf, "num_nextn_predict_layers", None) or 0):
         return None
-    inner = _count(hf, "moe_intermediate_size", 1, 2**24, where)
+    inner = _count(hf, "moe_intermediate_size", _SIZES, where)
     moe = MoEConfig(
-        num_experts=_count(hf, "n_routed_experts", 1, _MAX_EXPERTS, where),
-        experts_per_token=_count(hf, "num_experts_per_tok", 1, _MAX_EXPERTS, where),
+        num_experts=_count(hf, "n_routed_experts", _COUNTS, where),
+        experts_per_token=_count(hf, "num_experts_per_tok", _COUNTS, where),
         intermediate_size=inner,
-        shared_intermediate_size=inner * _count(hf, "n_shared_experts", 0, 64, where),
-        n_group=_count(hf, "n_group", 1, _MAX_EXPERTS, where),
-        topk_group=_count(hf, "topk_group", 1, _MAX_EXPERTS, where),
+        shared_intermediate_size=inner * _count(hf, "n_shared_experts", range(65), where),
+        n_group=_count(hf, "n_group", _COUNTS, where),
+        topk_group=_count(hf, "topk_group", _COUNTS, where),
         norm_topk_prob=bool(hf.norm_topk_prob),
         routed_scaling_factor=_factor(hf, "routed_scaling_factor", where),
         first_k_dense_replace=first,
@@ -50,9 +51,9 @@ def qwen_moe(hf: Any, where: Path) -> MoEConfig:
     """
     refuse_other(hf, where, decoder_sparse_step=1, mlp_only_layers=[])
     moe = MoEConfig(
-        num_experts=_count(hf, "num_experts", 1, _MAX_EXPERTS, where),
-        experts_per_token=_count(hf, "num_experts_per_tok", 1, _MAX_EXPERTS, where),
-        intermediate_size=_count(hf, "moe_intermediate_size", 1, 2**24, where),
+        num_experts=_count(hf, "num_experts", _COUNTS, where),
+        experts_per_token=_count(hf, "num_experts_per_tok", _COUNTS, where),
+        intermediate_size=_count(hf, "moe_intermediate_size", _SIZES, where),
         scoring="softmax",
         has_correction_bias=False,
         norm_topk_prob=bool(hf.norm_topk_prob),
@@ -75,12 +76,12 @@ def step_moe(raw: Mapping[str, Any], where: Path) -> MoEConfig:
                 "model."
             )
     hf = SimpleNamespace(**raw)
-    count = _count(hf, "moe_num_experts", 1, _MAX_EXPERTS, where)
+    count = _count(hf, "moe_num_experts", _COUNTS, where)
     return MoEConfig(
         num_experts=count,
-        experts_per_token=_count(hf, "moe_top_k", 1, count, where),
-        intermediate_size=_count(hf, "moe_intermediate_size", 1, 2**24, where),
-        shared_intermediate_size=_count(hf, "share_expert_dim", 1, 2**24, where),
+        experts_per_token=_count(hf, "moe_top_k", range(1, count + 1), where),
+        intermediate_size=_count(hf, "moe_intermediate_size", _SIZES, where),
+        shared_intermediate_size=_count(hf, "share_expert_dim", _SIZES, where),
         has_correction_bias=bool(raw.get("use_moe_router_bias")),
         routed_scaling_factor=_factor(hf, "moe_router_scaling_factor", where),
         names=MoENames(
@@ -98,11 +99,11 @@ def gemma_moe(hf: Any, where: Path) -> MoEConfig | None:
     """
     if not getattr(hf, "enable_moe_block", False):
         return None
-    count = _count(hf, "num_experts", 1, _MAX_EXPERTS, where)
+    count = _count(hf, "num_experts", _COUNTS, where)
     return MoEConfig(
         num_experts=count,
-        experts_per_token=_count(hf, "top_k_experts", 1, count, where),
-        intermediate_size=_count(hf, "moe_intermediate_size", 1, 2**24, where),
+        experts_per_token=_count(hf, "top_k_experts", range(1, count + 1), where),
+        intermediate_size=_count(hf, "moe_intermediate_size", _SIZES, where),
         scoring="softmax",
         has_correction_bias=False,
         activation="gelu_tanh",
@@ -127,10 +128,10 @@ def _check_choice(moe: MoEConfig, where: Path) -> None:
         )
 
 
-def _count(hf: Any, name: str, least: int, most: int, where: Path) -> int:
+def _count(hf: Any, name: str, allowed: range, where: Path) -> int:
     value = getattr(hf, name, None)
-    value = 0 if value is None and least == 0 else value
-    return checked_int(where, name, value, range(least, most + 1))
+    value = 0 if value is None and 0 in allowed else value
+    return checked_int(where, name, value, allowed)
 
 
 def _factor(hf: Any, name: str, where: Path) -> float:

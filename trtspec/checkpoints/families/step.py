@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...checks import is_int, is_number
+from ...checks import MAX_SIZE, is_int, is_number
 from ...errors import CheckpointError
 from .llama import FULL, SLIDING, checked_window
 from .moe import step_moe
@@ -185,10 +185,10 @@ def _fields_of(
         "partial_rotary_factors", raw.get("partial_rotary_factors") or 1.0, kind, types, where
     )
     sizes = heads, kv_heads, head_dim
-    if not all(is_int(n, 1, 2**24) for n in sizes):
+    if not all(is_int(n, 1, MAX_SIZE) for n in sizes):
         raise CheckpointError(
             f"{where}: heads, groups and head_dim of {kind} are {sizes!r}; they must be ints in "
-            f"1 … {2**24}. Correct attention_other_setting."
+            f"1 … {MAX_SIZE}. Correct attention_other_setting."
         )
     rotary_dim = int(head_dim * factor)
     if heads % kv_heads or head_dim % 2 or not 2 <= rotary_dim <= head_dim or rotary_dim % 2:

@@ -18,13 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...checks import checked_int, checked_positive, is_number
+from ...checks import MAX_SIZE, checked_int, checked_positive, is_number
 from ...config import MAX_DRAFT_LEN
 from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ...models.drafters.base import HeadConfig
 from ...models.drafters.markov import MARKOV_TYPES
-from ..hf_config import MAX_SIZE
 from .fields import (
     check_captures,
     flag_field,

@@ -8,12 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ...checks import are_ints, checked_int
+from ...checks import MAX_SIZE, are_ints, checked_int
 from ...config import MAX_DRAFT_LEN
 from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ..families.llama import SLIDING, windows_by_type
-from ..hf_config import MAX_SIZE, parse_config
+from ..hf_config import parse_config
 from .records import HeadFiles, Sources
 
 

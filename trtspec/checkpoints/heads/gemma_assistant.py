@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ...checks import is_int
+from ...checks import MAX_SIZE, checked_int
 from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ...models.drafters.base import DraftHead, HeadConfig
 from ...models.drafters.clustered_head import ORDERING, ClusteredHead
 from ...models.drafters.gemma_assistant import KIND, MODEL_TYPES, GemmaAssistant, layer_read
 from ...models.rope import build_cos_sin, rotation_order
-from ..hf_config import MAX_SIZE, parse_config
+from ..hf_config import parse_config
 from ..tensors import TensorSource
 from .records import HeadFiles, HeadKind, HeadReport, HeadRequest
 
@@ -50,12 +50,8 @@ def read_assistant(
             )
     inner = {"hidden_size_per_layer_input": 0, **text, "num_kv_shared_layers": 0}
     decoder = parse_config(inner | {"model_type": "gemma4_text"}, where)
-    size = raw.get("backbone_hidden_size")
-    if not is_int(size, 1, MAX_SIZE):
-        raise CheckpointError(
-            f"{where}: backbone_hidden_size={size!r}; it must be the target's hidden_size, an int "
-            f"in 1 … {MAX_SIZE}. Copy the file again from the model's source."
-        )
+    size, sizes = raw.get("backbone_hidden_size"), range(1, MAX_SIZE + 1)
+    size = checked_int(where, "backbone_hidden_size", size, sizes, ", the target's hidden_size")
     tensors = {re.sub(r"^model\.", "", name): source for name, source in sources.items()}
     lm_head, tied = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
     if tied is not None and (lm_head is None or _are_equal(lm_head, tied)):
@@ -129,7 +125,7 @@ def _rotate_alike(layer: DecoderConfig, target_layer: DecoderConfig) -> bool:
     return is_plain and torch.allclose(*tables, atol=1e-5)
 
 
-def cluster_counts(raw: dict[str, Any], vocab_size: int, where: Any) -> tuple[int, int]:
+def cluster_counts(raw: dict[str, Any], vocab_size: int, where: Path) -> tuple[int, int]:
     """Returns (clusters, those of which logits are computed), (0, 0) without clusters.
 
     Raises:
@@ -138,15 +134,8 @@ def cluster_counts(raw: dict[str, Any], vocab_size: int, where: Any) -> tuple[in
     if not raw.get("use_ordered_embeddings"):
         return 0, 0
     count, active = raw.get("num_centroids", 2048), raw.get("centroid_intermediate_top_k", 32)
-    for name, value, most in (
-        ("num_centroids", count, vocab_size),
-        ("centroid_intermediate_top_k", active, count),
-    ):
-        if not is_int(value, 1, most):
-            raise CheckpointError(
-                f"{where}: {name}={value!r}; it must be an int in 1 … {most}. Copy the file again "
-                "from the assistant's source."
-            )
+    count = checked_int(where, "num_centroids", count, range(1, vocab_size + 1))
+    active = checked_int(where, "centroid_intermediate_top_k", active, range(1, count + 1))
     if vocab_size % count:
         raise CheckpointError(
             f"{where}: num_centroids={count} does not divide vocab_size={vocab_size}: clusters are "

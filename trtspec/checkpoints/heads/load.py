@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...attention.torch_sdpa import TorchAttention
-from ...checks import is_int
+from ...checks import MAX_SIZE, is_int
 from ...config import MAX_DRAFT_LEN
 from ...distributed.parallel import WHOLE
 from ...errors import CheckpointError
@@ -30,7 +30,6 @@ from ...models.drafters.clustered_head import ClusteredHead
 from ...models.placement import Placement
 from ..dequantized import dequantized
 from ..files import read_json_object
-from ..hf_config import MAX_SIZE
 from ..place import place_tensors
 from ..tensors import FLOATS, TensorSource, open_checkpoint, some
 from ..weights import finish, placements, shape_problem, sizes_alone
