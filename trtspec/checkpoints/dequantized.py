@@ -19,7 +19,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +28,7 @@ from ..distributed.parallel import Cut
 from ..errors import CheckpointError
 from ..ops.layer.fp8 import Fp8Weight, dequantize
 from .quantization import FP8, Quantization, quantization_fields, quantization_of
-from .tensors import FLOATS
-
-if TYPE_CHECKING:
-    from .tensors import TensorSource
+from .tensors import FLOATS, TensorSource
 
 _OF_SERVING = re.compile(
     r"\.(q|k|v|kv)_scale$|\.(input|activation|output)_(scale|zero_point)$"

@@ -1,7 +1,7 @@
 """The architecture of a decoder as plain numbers and flags.
 
-One frozen dataclass covers every family of `families/`. They differ only in these fields; nothing
-downstream asks for the model's name.
+One frozen dataclass covers every family of `checkpoints/families/`. They differ only in these
+fields; nothing downstream asks for the model's name.
 """
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ class HiddenStateCapture(Protocol):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm and lm_head. Weights are empty until `weights.load` ran.
+    """Embedding, layers, final norm and lm_head. `load_weights` fills the parameters.
 
     `kv_group` is the first of the metadata's KV groups that the layers live in: 0 for a target, for
     a draft model that runs inside the same step the one after the target's last. `num_positions`
@@ -404,11 +404,13 @@ class Decoder(nn.Module):
             if last_rows is not None and i == len(self.layers) - 1:
                 assert isinstance(meta, AttentionMetadata)
                 return self.norm(self._last_layer(hidden, input_ids, ropes[i], meta, last_rows))
-            extra = () if layer_inputs is None else (layer_inputs[:, i],)
             copies = () if capture is None else capture.places_of_layer(i, *hidden.shape)
+            options: dict[str, Tensor] = {}
+            if layer_inputs is not None:
+                options["per_layer_input"] = layer_inputs[:, i]
             if copies and layer.copies_output:
-                extra, copies = (copies[0],), copies[1:]
-            hidden = layer(hidden, ropes[i], meta, *extra)
+                options["copy_to"], *copies = copies
+            hidden = layer(hidden, ropes[i], meta, **options)
             for copy in copies:
                 copy_rows(hidden, copy)
         return self.norm(hidden)

@@ -46,12 +46,16 @@ MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 class AssistantLayer(SandwichLayer):
+    """A layer of Gemma-4's whose attention has queries alone."""
+
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend):
         super().__init__(config, layer, backend, 0)
         self.self_attn = QueryAttention(config, layer, backend)
 
 
 class GemmaAssistant(DraftHead):
+    """The network. Which of the target's layers each of its own reads is known after `share`."""
+
     advances_positions = False
 
     def __init__(
