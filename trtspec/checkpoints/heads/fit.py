@@ -1,4 +1,4 @@
-"""Whether a head fits its target: widths, vocabularies, and the map between these."""
+"""Whether a head fits its target: widths, vocabularies, the map between these. And NaN in it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from ...models.config import DecoderConfig
 from ...models.drafters.base import HeadConfig
 from ..tensors import TensorSource
 from .records import HeadReport
+
+
+def not_finite(source: TensorSource) -> str | None:
+    """Returns a tensor's problem if it holds NaN or infinity, with its cure."""
+    is_finite = torch.isfinite(source.read())
+    if bool(is_finite.all()):
+        return None
+    return (
+        f"{source.name} in {source.path} holds {int((~is_finite).sum())} values that are NaN or "
+        "infinite. The head is broken: copy it again, or use another one."
+    )
 
 
 def check_ends(report: HeadReport, config: HeadConfig, target: DecoderConfig | None) -> None:

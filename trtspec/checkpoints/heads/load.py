@@ -31,9 +31,10 @@ from ...models.placement import Placement
 from ..dequantized import dequantized
 from ..files import read_json_object
 from ..place import place_tensors
-from ..tensors import FLOATS, TensorSource, open_checkpoint, some
+from ..tensors import TensorSource, open_checkpoint, some
 from ..weights import finish, placements, shape_problem, sizes_alone
 from ..zoo import HEADS, resolve_head
+from .fit import not_finite
 from .kinds import kind_of
 from .records import HeadFiles, HeadKind, HeadReport, HeadRequest, LoadOptions, Sources
 
@@ -212,16 +213,7 @@ def _tensor_problem(
             f"{problem} It is made for {len(config.layers_to_capture)} captured layers of width "
             f"{config.target_hidden_size}."
         )
-    if problem or source.dtype not in FLOATS:
-        return problem
-    tensor = source.read()
-    if not bool(torch.isfinite(tensor).all()):
-        bad = int((~torch.isfinite(tensor)).sum())
-        return (
-            f"{source.name} in {source.path} holds {bad} values that are NaN or infinite. The head "
-            "is broken: copy it again, or use another one."
-        )
-    return None
+    return problem or not_finite(source)
 
 
 def _placements_with_offsets(head: DraftHead) -> dict[str, Placement]:

@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...checks import checked_int, is_int
 from ...config import MAX_DRAFT_LEN
 from ...errors import CheckpointError
 from ...models.drafters.base import HeadConfig
 from ...utils import renamed
 from ..tensors import FLOATS, TensorSource
+from .fit import not_finite
 from .records import HeadReport
 
 MASK_HIDDEN = "mask_hidden"
@@ -116,12 +115,7 @@ def _mask_hidden_problem(source: TensorSource, width: int) -> str | None:
             f"{source.name} in {source.path} has dtype {source.dtype}; allowed are "
             f"{', '.join(FLOATS)}. Copy the head again from its source."
         )
-    if not bool(torch.isfinite(source.read()).all()):
-        return (
-            f"{source.name} in {source.path} holds values that are NaN or infinite. The head is "
-            "broken: copy it again, or use another one."
-        )
-    return None
+    return not_finite(source)
 
 
 def _only_value(
