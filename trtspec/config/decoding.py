@@ -601,12 +601,12 @@ class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
     def __post_init__(self) -> None:
         require_int(self, "max_draft_len", 0, 0)
         self._check_common()
-        for name in ("acceptance", "max_concurrency", "draft_len_schedule", "max_verified_drafts"):
-            value = getattr(self, name)
-            if value != getattr(DecodingBaseConfig, name):
+        for base in fields(DecodingBaseConfig):
+            value = getattr(self, base.name)
+            if base.name != "max_draft_len" and value != base.default:
                 raise ConfigError(
-                    f"SaveHiddenStatesDecodingConfig.{name}={shown(value)}: nothing is drafted "
-                    "here. Leave it out."
+                    f"SaveHiddenStatesDecodingConfig.{base.name}={shown(value)}: nothing is "
+                    "drafted here. Leave it out."
                 )
         require_path(self, "output_directory")
         require_layers(self, "eagle3_layers_to_capture")
@@ -656,13 +656,8 @@ def resolve_speculative_config(config: DecodingBaseConfig | None) -> DecodingBas
             "takes a dict of fields, or None."
         )
     if isinstance(config, AutoDecodingConfig):
-        return NGramDecodingConfig(
-            max_draft_len=config.max_draft_len,
-            max_concurrency=config.max_concurrency,
-            draft_len_schedule=config.draft_len_schedule,
-            max_verified_drafts=config.max_verified_drafts,
-            acceptance=config.acceptance,
-        )
+        shared = {f.name: getattr(config, f.name) for f in fields(DecodingBaseConfig)}
+        return NGramDecodingConfig(**shared)
     return config
 
 
