@@ -127,15 +127,8 @@ def parse_dflash(
     variant, speculators = _variant(raw, nested), raw.get("speculators_model_type")
     _refuse_relatives(raw, nested, variant, where)
     fields = {**nested, **{name: value for name, value in raw.items() if value is not None}}
-    block = _required(fields, "block_size", where)
-    block = checked_int(where, "block_size", block, range(2, MAX_DRAFT_LEN + 1), cure="Correct it.")
-    if fields.get("sample_from_anchor") is None:
-        shifted = fields.get("shift_label")  # ModelOpt's name
-        fields["sample_from_anchor"] = variant == "DSpark" if shifted is None else shifted
-    anchor = flag_field(fields, "sample_from_anchor", where)
+    block, anchor = _block(fields, variant, where)
     trained = block if anchor else block - 1
-    if speculators == "dflash2" and raw.get(WINDOWS_SEE) is None:
-        raw = {**raw, WINDOWS_SEE: True}  # what the format means by its absence
     inner = _with_window(inner, fields, where)
     decoder = _layers(inner, fields, sources, where)
     sees_ahead = _sees_ahead(raw, nested, decoder, where)
@@ -194,6 +187,16 @@ def _objects(raw: dict[str, Any], where: Path) -> tuple[dict[str, Any], dict[str
             "again from the head's source."
         )
     return inner, nested
+
+
+def _block(fields: dict[str, Any], variant: str, where: Path) -> tuple[int, bool]:
+    """Returns the rows of a block, and whether the last token's proposes too."""
+    rows, allowed = _required(fields, "block_size", where), range(2, MAX_DRAFT_LEN + 1)
+    rows = checked_int(where, "block_size", rows, allowed, cure="Correct it.")
+    for name in ("sample_from_anchor", "shift_label"):  # the latter is ModelOpt's
+        if fields.get(name) is not None:
+            return rows, flag_field(fields, name, where)
+    return rows, variant == "DSpark"
 
 
 def _with_window(inner: dict[str, Any], fields: dict[str, Any], where: Path) -> dict[str, Any]:
@@ -317,12 +320,14 @@ def _sees_ahead(
     """Returns of each layer whether the rows of a block see later ones.
 
     `is_causal` and `causal` are about all layers. Without them full layers see ahead. Sliding ones
-    do not in z-lab's format, and where the speculators format says so.
+    do not in z-lab's format. In that of speculators a field says so, or its absence: DFlash2's do.
     """
     for fields, name in ((raw, "is_causal"), (nested, "causal"), (nested, "causal_head")):
         if fields.get(name) is not None:
             return (not flag_field(fields, name, where),) * decoder.num_layers
     windows_see = flag_field(raw, WINDOWS_SEE, where)
+    if raw.get(WINDOWS_SEE) is None:
+        windows_see = raw.get("speculators_model_type") == "dflash2"
     slides = [decoder.window(i) is not None for i in range(decoder.num_layers)]
     return tuple(windows_see or not slide for slide in slides)
 
