@@ -26,8 +26,8 @@ from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints import kv_scales, weights
 from trtspec.checkpoints.files import read_json_object
 from trtspec.checkpoints.heads import load as head_weights
-from trtspec.checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from trtspec.checkpoints.heads.dflash_config import default_target_layers
+from trtspec.checkpoints.heads.eagle_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from trtspec.checkpoints.hf_config import parse_config
 from trtspec.checkpoints.tensors import TensorSource
 from trtspec.checkpoints.weights import placements

@@ -22,6 +22,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "cache.manager": ("state.kv_cache",),
     "cache.slots": ("state.slots",),
     "checkpoints.fp8": ("checkpoints.dequantized", "checkpoints.quantization"),
+    "checkpoints.heads.config": ("checkpoints.heads.eagle_config",),
     "checkpoints.json_object": ("checkpoints.files",),
     "executor.draft_passes": ("executor.device_step",),
     "executor.drafting": ("executor.host_drafts",),
@@ -53,7 +54,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     ),
     "models.gguf": ("checkpoints.gguf",),
     "models.head_config": (
-        "checkpoints.heads.config",
+        "checkpoints.heads.eagle_config",
         "checkpoints.heads.fields",
         "checkpoints.heads.mtp",
     ),

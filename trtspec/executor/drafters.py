@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..acceptance.forced import get_force_num_accepted_tokens
 from ..attention.base import AttentionBackend
-from ..checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
+from ..checkpoints.heads.eagle_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from ..checkpoints.heads.load import load_head
 from ..checkpoints.heads.masked import pard_token
 from ..checkpoints.heads.records import HeadRequest, LoadOptions

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from ..checkpoints.heads.dflash_config import default_target_layers, widened
+from ..checkpoints.heads.eagle_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from ..checks import MAX_SIZE
 from ..config import MAX_DRAFT_LEN, require_int
 from ..errors import ConfigError

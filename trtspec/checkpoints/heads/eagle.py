@@ -1,7 +1,7 @@
 """Reading an EAGLE-3, P-EAGLE or EAGLE-1 head.
 
-`config.py` reads its config.json, `masked.py` what makes it a P-EAGLE head, and `fit.py` compares
-it with the target. The networks are in `models/drafters/eagle.py`.
+`eagle_config.py` reads its config.json, `masked.py` what makes it a P-EAGLE head, and `fit.py`
+compares it with the target. The networks are in `models/drafters/eagle.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ...models.drafters.base import DraftHead, HeadConfig
 from ...models.drafters.eagle import Eagle3Head, EagleHead
-from .config import parse_eagle
+from .eagle_config import parse_eagle
 from .fields import head_tensors
 from .fit import check_ends, check_vocabulary_map
 from .masked import check_mask_hidden
