@@ -18,7 +18,7 @@ import logging
 import math
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,22 +45,26 @@ class LayerScales(NamedTuple):
 def says_fp8(config: DecoderConfig, model_dir: Path) -> bool:
     """Whether the checkpoint was made for a KV cache in FP8."""
     fields = quantization_fields(config.raw, model_dir / "config.json")[0]
-    algorithm, scheme = fields.get("kv_cache_quant_algo"), fields.get("kv_cache_scheme")
-    if isinstance(algorithm, str) and algorithm.upper() == "FP8":
+    of_scheme = _kind_of_scheme(fields.get("kv_cache_scheme"), fields.get("quant_method"))
+    kinds = [kind for kind in (fields.get("kv_cache_quant_algo"), of_scheme) if kind]
+    if any(str(kind).upper() == "FP8" for kind in kinds):
         return True
-    if isinstance(scheme, dict):
-        is_dynamic = bool(scheme.get("dynamic"))  # scales that are measured while serving
-        if (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) and not is_dynamic:
-            return True
-        kind = f"{scheme.get('type')} of {scheme.get('num_bits')} bits"
-        algorithm = algorithm or (f"{kind} with dynamic scales" if is_dynamic else kind)
-    elif scheme:
-        if scheme == "static" and fields.get("quant_method") == "fp8":
-            return True
-        algorithm = algorithm or f"the scheme {scheme!r}"
-    if algorithm:
-        logger.info("%s: a KV cache in %s is not supported.", model_dir, algorithm)
+    if kinds:
+        logger.info("%s: a KV cache in %s is not supported.", model_dir, kinds[0])
     return False
+
+
+def _kind_of_scheme(scheme: Any, quant_method: Any) -> str | None:
+    """Returns "FP8", or another kind in words; None where there is no scheme."""
+    if not scheme:
+        return None
+    if not isinstance(scheme, dict):
+        return "FP8" if (scheme, quant_method) == ("static", "fp8") else f"the scheme {scheme!r}"
+    kind = scheme.get("type"), scheme.get("num_bits")
+    words = "{} of {} bits".format(*kind)
+    if scheme.get("dynamic"):  # scales that are measured while serving
+        return f"{words} with dynamic scales"
+    return "FP8" if kind == ("float", 8) else words
 
 
 def load_kv_scales(config: DecoderConfig, model_dir: Path) -> tuple[LayerScales, ...]:
