@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ..api.sampling_params import SamplingParams
 from ..data.acceptance_prompts import AcceptancePrompt
 from ..errors import ConfigError, RequestError
 from ..executor.request import Request, StepRecord
-from .contexts import Encode, pad_prompt, padding_texts
+from .contexts import Encode, encoded
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -63,12 +64,9 @@ def collect_samples(
     executor = llm.executor
     _check_contexts(contexts, max_tokens, executor.config.max_seq_len)
     inputs: list[tuple[int, AcceptancePrompt, int | None, list[int]]] = []
-    for number, prompt in enumerate(prompts):
-        inputs.append((number, prompt, None, _checked(llm, prompt, encode(list(prompt.messages)))))
-        for length in contexts:
-            texts = padding_texts(prompts, prompt, start=number)
-            ids = _checked(llm, prompt, pad_prompt(prompt, texts, length, encode))
-            inputs.append((number, prompt, length, ids))
+    for (number, prompt), context in product(enumerate(prompts), (None, *contexts)):
+        ids = encoded(prompt, context, prompts, number, encode)
+        inputs.append((number, prompt, context, _checked(llm, prompt, ids)))
     queued: list[tuple[AcceptancePrompt, int | None, float, Request]] = []
     before, executor.record_steps = executor.record_steps, True
     try:

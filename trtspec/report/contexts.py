@@ -22,6 +22,22 @@ _TURNS = (
 )
 
 
+def encoded(
+    prompt: AcceptancePrompt,
+    context: int | None,
+    others: Sequence[AcceptancePrompt],
+    start: int,
+    encode: Encode,
+) -> list[int]:
+    """Returns the prompt's token ids, as it is or made longer to `context` tokens.
+
+    Args, Raises: as of `pad_prompt` and `padding_texts`.
+    """
+    if context is None:
+        return encode(list(prompt.messages))
+    return pad_prompt(prompt, padding_texts(others, prompt, start), context, encode)
+
+
 def pad_prompt(
     prompt: AcceptancePrompt, texts: Sequence[str], length: int, encode: Encode
 ) -> list[int]:

@@ -15,7 +15,7 @@ from ..api.outputs import EngineStats
 from ..api.sampling_params import SamplingParams
 from ..data.acceptance_prompts import AcceptancePrompt
 from ..errors import RequestError
-from .contexts import Encode, pad_prompt, padding_texts
+from .contexts import Encode, encoded
 from .plots import require_matplotlib, to_svg
 
 PLAIN, AUTO = "plain", "auto"
@@ -189,15 +189,12 @@ def encode_prompts(axes: Axes, encode: Encode) -> Prompts:
     """Returns as many prompts of each kind and context as a cell needs, or as there are."""
     most = axes.num_prompts(max(axes.concurrencies))
     everything = [prompt for prompts in axes.kinds.values() for prompt in prompts]
-    encoded: Prompts = {}
+    found: Prompts = {}
     for (kind, given), context in product(axes.kinds.items(), axes.contexts):
-        encoded[kind, context] = [
-            encode(list(prompt.messages))
-            if context is None
-            else pad_prompt(prompt, padding_texts(everything, prompt, i), context, encode)
-            for i, prompt in enumerate(given[:most])
+        found[kind, context] = [
+            encoded(prompt, context, everything, i, encode) for i, prompt in enumerate(given[:most])
         ]
-    return encoded
+    return found
 
 
 @dataclass(frozen=True)
