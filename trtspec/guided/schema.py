@@ -136,12 +136,20 @@ def find_unenforced(schema: Any) -> str | None:
 def _unenforced(schema: Any, where: str) -> Iterator[str]:
     if not isinstance(schema, dict):
         return
+    for found in _unenforced_here(schema):
+        yield f"{found} at {where}"
+    for path, child in _children(schema):
+        yield from _unenforced(child, f"{where}/{path}")
+
+
+def _unenforced_here(schema: dict[str, Any]) -> Iterator[str]:
+    """Yields what does not hold of a schema itself, whatever the schemas inside."""
     for keyword in IGNORED:
         if keyword in schema and schema[keyword] is not False:
-            yield f'"{keyword}" at {where}'
+            yield f'"{keyword}"'
     alternatives = schema.get("allOf")
     if isinstance(alternatives, list) and len(alternatives) > 1:
-        yield f'"allOf" of {len(alternatives)} schemas at {where}'
+        yield f'"allOf" of {len(alternatives)} schemas'
     constraints = sorted(set(schema) - _NOTES)
     for keyword in ("$ref", "anyOf", "oneOf", "allOf", "enum", "const"):
         if keyword not in schema:
@@ -150,41 +158,43 @@ def _unenforced(schema: Any, where: str) -> Iterator[str]:
         if keyword in ("enum", "const") and "type" in beside and _have_type(schema, keyword):
             beside.remove("type")  # beside values that have it, it says nothing new
         if beside:
-            yield f'"{beside[0]}" beside "{keyword}" at {where}'
+            yield f'"{beside[0]}" beside "{keyword}"'
     for keyword, others in _ALONE.items():
         beside = [other for other in others if other in schema]
         if keyword in schema and beside:
-            yield f'"{beside[0]}" beside "{keyword}" at {where}'
+            yield f'"{beside[0]}" beside "{keyword}"'
     if "multipleOf" in schema and "number" in str(schema.get("type")):
-        yield f'"multipleOf" of a "number" at {where}'
+        yield '"multipleOf" of a "number"'
     step = schema.get("multipleOf", 1)
     if not (isinstance(step, int | float) and step in range(1, MOST_MULTIPLE + 1)):
-        yield f'"multipleOf" {step!r}, which is not an integer in 1 … {MOST_MULTIPLE}, at {where}'
+        yield f'"multipleOf" {step!r}, which is not an integer in 1 … {MOST_MULTIPLE},'
     reference = schema.get("$ref", "#")
     if not (isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))):
-        yield f'"$ref" to {reference!r} (only "#" and "#/…" are read) at {where}'
+        yield f'"$ref" to {reference!r} (only "#" and "#/…" are read)'
     untyped = [keyword for keyword in _OF_TYPES if keyword in schema and "type" not in schema]
     if untyped:
-        yield f'"{untyped[0]}" without "type" at {where}'
-    yield from _unheld_patterns(schema, where)
+        yield f'"{untyped[0]}" without "type"'
+    yield from _unheld_patterns(schema)
     properties, required = schema.get("properties"), schema.get("required")
     if isinstance(required, list):
         unknown = [name for name in required if name not in (properties or {})]
         if unknown:
-            yield f'"required" with "{unknown[0]}", which is not in "properties", at {where}'
+            yield f'"required" with "{unknown[0]}", which is not in "properties",'
+
+
+def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields (path, schema) of the schemas inside."""
     for keyword in _BY_NAME:
         if isinstance(schema.get(keyword), dict):
-            for name, child in schema[keyword].items():
-                yield from _unenforced(child, f"{where}/{keyword}/{name}")
+            yield from ((f"{keyword}/{name}", child) for name, child in schema[keyword].items())
     for keyword in _OF_LISTS:
         if isinstance(schema.get(keyword), list):
-            for number, child in enumerate(schema[keyword]):
-                yield from _unenforced(child, f"{where}/{keyword}/{number}")
+            yield from ((f"{keyword}/{i}", child) for i, child in enumerate(schema[keyword]))
     for keyword in _SINGLE:
-        yield from _unenforced(schema.get(keyword), f"{where}/{keyword}")
+        yield keyword, schema.get(keyword)
 
 
-def _unheld_patterns(schema: dict[str, Any], where: str) -> Iterator[str]:
+def _unheld_patterns(schema: dict[str, Any]) -> Iterator[str]:
     """Yields what does not hold of "pattern" and of the names in "patternProperties"."""
     by_name = schema.get("patternProperties")
     names = list(by_name) if isinstance(by_name, dict) else []
@@ -193,9 +203,9 @@ def _unheld_patterns(schema: dict[str, Any], where: str) -> Iterator[str]:
         if not isinstance(pattern, str):
             continue
         if (unread := find_unread(pattern)) is not None:
-            yield f'{unread} in "{keyword}" at {where}'
+            yield f'{unread} in "{keyword}"'
         if (unescaped := find_unescaped(pattern)) is not None:
-            yield f'{unescaped}, which JSON escapes, in "{keyword}" at {where}'
+            yield f'{unescaped}, which JSON escapes, in "{keyword}"'
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
