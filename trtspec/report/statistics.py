@@ -73,28 +73,28 @@ def acceptance_of(clusters: Iterable[Cluster], max_draft_len: int) -> Acceptance
     """Pools the steps; answers with the same prompt id are resampled together."""
     k = max_draft_len
     counts: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2 + 3 * k, dtype=np.int64))
-    for prompt_id, steps in clusters:
-        if steps:
-            counts[prompt_id] += _count(steps, k)
+    for prompt_id, records in clusters:
+        if records:
+            counts[prompt_id] += _count(records, k)
     table = np.array(list(counts.values()), dtype=np.int64).reshape(len(counts), 2 + 3 * k)
     total = table.sum(0)
     draws = _resample(table)
-    proposed, reached, accepted = (slice(2 + i * k, 2 + (i + 1) * k) for i in range(3))
+    steps, tokens, *by_position = range(2 + 3 * k)
+    proposed, reached, accepted = (by_position[i * k : (i + 1) * k] for i in range(3))
 
     def ratio(top: int, bottom: int) -> Estimate:
         return _estimate(total, draws, top, bottom)
 
-    positions = range(k)
     return Acceptance(
         num_prompts=len(counts),
-        num_steps=int(total[0]),
-        num_tokens=int(total[1]),
+        num_steps=int(total[steps]),
+        num_tokens=int(total[tokens]),
         proposed=tuple(total[proposed].tolist()),
         reached=tuple(total[reached].tolist()),
         accepted=tuple(total[accepted].tolist()),
-        acceptance_length=ratio(1, 0),
-        conditional=tuple(ratio(2 + 2 * k + i, 2 + k + i) for i in positions),
-        unconditional=tuple(ratio(2 + 2 * k + i, 0) for i in positions),
+        acceptance_length=ratio(tokens, steps),
+        conditional=tuple(map(ratio, accepted, reached)),
+        unconditional=tuple(ratio(column, steps) for column in accepted),
     )
 
 
