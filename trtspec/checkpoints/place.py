@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..models.placement import Placement
-from ..ops.layer.fp8 import FP8, Fp8Weight, dequantize, is_had, quantize
+from ..ops.layer.fp8 import FP8, Fp8Weight, dequantize, has_fp8, quantize
 from .tensors import TensorSource
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def weight_form(quant: str | None, device: torch.device) -> WeightForm:
     Args:
         quant: as in `EngineConfig`.
     """
-    return WeightForm(keeps_fp8=is_had(device), quantizes=quant == "fp8")
+    return WeightForm(keeps_fp8=has_fp8(device), quantizes=quant == "fp8")
 
 
 def place_tensors(

@@ -260,11 +260,11 @@ def _convolutions(head: DFlashHead) -> list[Trial]:
     if not isinstance(head.layers[0], ConvolvedLayer):
         return []
 
-    def turned(dim: int) -> Change:
+    def flipped(dim: int) -> Change:
         def change(head: DFlashHead) -> None:
             for convolution in head.modules():
                 if isinstance(convolution, BlockConvolution):
-                    _turn(convolution, dim)
+                    _flip(convolution, dim)
 
         return change
 
@@ -273,13 +273,13 @@ def _convolutions(head: DFlashHead) -> list[Trial]:
             f"DFlash2's convolutions have their {what} in the wrong order",
             f"reverse dimension {dim} of every base_kernel, and of kernel_projection.weight where "
             "its rows are viewed as [2, taps, groups]",
-            turned(dim),
+            flipped(dim),
         )
         for dim, what in ((0, "kernels before and behind"), (1, "taps"))
     ]
 
 
-def _turn(convolution: BlockConvolution, dim: int) -> None:
+def _flip(convolution: BlockConvolution, dim: int) -> None:
     kernel, projection = convolution.base_kernel, convolution.kernel_projection.weight
     assert projection is not None
     kernel.data = kernel.data.flip(dim)

@@ -59,7 +59,7 @@ class Rescaling(NamedTuple):
         return values if self.bias is None else values + self.bias.float()
 
 
-def is_had(device: torch.device) -> bool:
+def has_fp8(device: torch.device) -> bool:
     """Whether a device multiplies FP8: a GPU of compute capability 8.9 or later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
@@ -81,7 +81,7 @@ def quantize(weight: Tensor) -> Fp8Weight:
 def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     """Returns the weight [out, in] in a float dtype, rounded once."""
     # (For earlier GPUs Triton compiles no kernel that reads e4m3.)
-    triton = kernels("layer.triton_fp8", weight.codes) if is_had(weight.codes.device) else None
+    triton = kernels("layer.triton_fp8", weight.codes) if has_fp8(weight.codes.device) else None
     if triton is not None:
         return triton.dequantize(weight, dtype)
     scales = weight.scales
