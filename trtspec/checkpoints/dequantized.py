@@ -44,7 +44,7 @@ class ScaledTensor:
     numbers: TensorSource
     scales: TensorSource
     shape: tuple[int, ...]  # of the scales, with as many dimensions as the numbers
-    block: tuple[int, int] | None  # rows and columns that share a scale; None is more of it
+    block: tuple[int, int] | None  # that shares a scale; None: a row does, or the whole weight
 
     @property
     def is_fp8(self) -> bool:

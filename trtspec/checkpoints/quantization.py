@@ -33,7 +33,7 @@ class Quantization:
 
     dtype: str  # of quantised weights, as safetensors names it
     suffixes: tuple[str, ...] = ("_scale",)  # a weight's scales have its name and one of these
-    block: tuple[int, int] | None = None  # rows and columns that share a scale; None is more of it
+    block: tuple[int, int] | None = None  # that shares a scale; None: a row does, or the tensor
 
 
 def quantization_fields(raw: Fields, where: Path) -> tuple[Fields, str]:

@@ -31,8 +31,6 @@ _SINGLE = (
     "unevaluatedProperties",
     "unevaluatedItems",
 )
-
-
 MOST_MULTIPLE = 1024
 """The largest "multipleOf" that XGrammar enforces."""
 _LENGTHS = "minLength", "maxLength"
@@ -49,7 +47,7 @@ _OF_TYPES = (
 
 
 def find_in_tag(tag: Any) -> str | None:
-    """Returns the same of the schemas inside a structural tag."""
+    """Returns what `find_unenforced` finds first in the schemas inside a structural tag."""
     if isinstance(tag, list):
         return next((found for child in tag if (found := find_in_tag(child))), None)
     if not isinstance(tag, dict):

@@ -82,6 +82,8 @@ def with_scales(
 
 
 def _kind(config: DecoderConfig, layer: int) -> tuple[int | None, int, int, int | None]:
+    """Returns what layers of one group have in common: window, heads and size of keys, and the
+    size of values where these are the beginning of the keys (latent attention)."""
     layer_config = config.part_of_layer(layer)
     if layer_config.mla is not None:
         return config.window(layer), 1, layer_config.mla.latent_dim, layer_config.mla.kv_lora_rank

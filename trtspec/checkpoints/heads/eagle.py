@@ -43,6 +43,23 @@ def _read(
     return config
 
 
+def _settle_captures(report: HeadReport, config: HeadConfig) -> HeadConfig:
+    """Returns the config with as many layers to capture as fc's width has room for, numbered -1.
+
+    That is where neither the config nor a target says which.
+    """
+    if config.kind != "eagle3" or config.layers_to_capture:
+        return config
+    shape = report.tensors["fc.weight"].shape
+    if len(shape) != 2:
+        raise CheckpointError(
+            f"fc.weight in {report.head_dir} has shape {list(shape)}; it must be a matrix. Copy "
+            "the head again from its source."
+        )
+    width = shape[1]
+    return replace(config, layers_to_capture=(-1,) * max(1, width // config.target_hidden_size))
+
+
 def _network(
     config: HeadConfig, num_positions: int, backend: AttentionBackend, kv_group: int
 ) -> DraftHead:
@@ -77,20 +94,3 @@ EAGLE = HeadKind(
     attach=_attach,
     surplus_hint=_surplus_hint,
 )
-
-
-def _settle_captures(report: HeadReport, config: HeadConfig) -> HeadConfig:
-    """Returns the config with as many layers to capture as fc's width has room for, numbered -1.
-
-    That is where neither the config nor a target says which.
-    """
-    if config.kind != "eagle3" or config.layers_to_capture:
-        return config
-    shape = report.tensors["fc.weight"].shape
-    if len(shape) != 2:
-        raise CheckpointError(
-            f"fc.weight in {report.head_dir} has shape {list(shape)}; it must be a matrix. Copy "
-            "the head again from its source."
-        )
-    width = shape[1]
-    return replace(config, layers_to_capture=(-1,) * max(1, width // config.target_hidden_size))

@@ -85,7 +85,7 @@ class HeadTarget(Protocol):
 class DraftHead(nn.Module, ABC):
     """Base of the heads. `embed_tokens` and `lm_head` are the target's where the head has none."""
 
-    advances_positions = True
+    advances_positions = True  # False: all drafts of a step stand at one position
 
     def __init__(self, config: HeadConfig, num_positions: int, kv_group: int):
         super().__init__()
