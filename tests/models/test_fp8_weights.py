@@ -370,7 +370,7 @@ def test_floats_become_fp8_by_rows(
         path = moe_dir(tmp_path, **sizes)
     else:
         path = tiny_model_dir(tmp_path, family, **(sizes if family == "qwen3_moe" else {}))
-    monkeypatch.setattr(place, "ROWS_AT_ONCE", rows_at_once)
+    monkeypatch.setattr(place, "WEIGHTS_AT_ONCE", rows_at_once)
     pieces = []
 
     def counted(weight: Tensor) -> Fp8Weight:

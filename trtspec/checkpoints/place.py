@@ -10,6 +10,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ ALIGNMENT = 16
 so are experts with such groups."""
 GROUP_ALIGNMENT = 32
 """The same of a `Linear`'s groups."""
-ROWS_AT_ONCE = 1 << 24
+WEIGHTS_AT_ONCE = 1 << 24
 """Weights that are quantised at once; what that takes beside the model is small."""
 
 _Leaf = tuple[str, str]
@@ -88,7 +90,7 @@ def place_tensors(
         leaf = _leaf(placement)
         to = into[leaf]
         if placement.expert is not None:
-            to = _each(to, lambda t, e=placement.expert: t[e])  # type: ignore[misc]
+            to = _each(to, itemgetter(placement.expert))
         if leaf in groups or (form.quantizes and _is_of_product(model, placement)):
             _place_product(to, sources[name], placement, device)
         else:
@@ -195,8 +197,8 @@ def _place_product(
     tensor = source.read(None if cuts_columns else cut)
     if placement.order is not None:
         tensor = tensor[placement.order]
-    for part, rows in _some_rows(tensor):
-        part = part.to(device)
+    for rows in _rows_at_once(tensor.shape):
+        part = tensor[rows].to(device)
         if not bool(torch.isfinite(part).all()):
             raise CheckpointError(
                 f"{source.name} in {source.path} holds weights that are NaN or infinite, which "
@@ -206,20 +208,16 @@ def _place_product(
         if cut is not None and cuts_columns:
             codes = weight.codes.narrow(1, cut.start, cut.length)
             weight = Fp8Weight(codes, weight.scales, cut.length)
-        _copy(_each(to, rows), weight)
+        _copy(_each(to, itemgetter(rows)), weight)
 
 
-def _some_rows(tensor: Tensor) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-    """Yields some rows of a matrix or of one in a stack, and what takes the same of another."""
-    count = max(1, ROWS_AT_ONCE // tensor.shape[-1])
-    for e in range(tensor.shape[0] if tensor.ndim == 3 else 1):
-        matrix = tensor[e] if tensor.ndim == 3 else tensor
-        for start in range(0, matrix.shape[0], count):
-
-            def take(t: Tensor, e: int = e, start: int = start) -> Tensor:
-                return (t[e] if t.ndim == 3 else t)[start : start + count]
-
-            yield matrix[start : start + count], take
+def _rows_at_once(shape: torch.Size) -> Iterator[tuple[int | slice, ...]]:
+    """Yields indices of a few rows at a time, of a matrix or of each one in a stack."""
+    *stack, rows, columns = shape
+    count = max(1, WEIGHTS_AT_ONCE // columns)
+    for matrix in product(*map(range, stack)):
+        for start in range(0, rows, count):
+            yield (*matrix, slice(start, start + count))
 
 
 def _ordered(weight: Fp8Weight, order: Tensor | None) -> Fp8Weight:
