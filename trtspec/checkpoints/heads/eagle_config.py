@@ -71,17 +71,17 @@ def parse_eagle(
         suggested_draft_len=speculative_tokens(raw, where),
     )
     nested = _eagle_config(raw, where)
-    masks = parse_masked(raw, nested, sources, where, decoder.vocab_size)
+    mask, trained = parse_masked(raw, nested, sources, where, decoder.vocab_size)
     if "layers.0.hidden_norm.weight" not in sources and "norm.weight" not in sources:
-        _check_eagle1(common, masks[0], layers_to_capture, where)
+        _check_eagle1(common, mask, layers_to_capture, where)
         return replace(common, kind="eagle", format="EAGLE-1")
     flags = _flags(raw, nested, where)
     _refuse_unknown_eagle_config(nested, where)
     layers, origin = _layers_to_capture(raw, nested, where, target, layers_to_capture)
     common = replace(common, layers_to_capture=layers, captured_by=origin, **flags)
-    if masks[0] is None:
-        return replace(common, trained_draft_len=masks[1])
-    return _with_masks(common, *masks, is_speculators=bool(speculators))
+    if mask is None:
+        return common
+    return _with_masks(common, mask, trained, is_speculators=bool(speculators))
 
 
 def _architecture(raw: dict[str, Any], sources: Sources, where: Path) -> DecoderConfig:
@@ -158,7 +158,7 @@ def _flags(raw: dict[str, Any], nested: dict[str, Any], where: Path) -> dict[str
 
 
 def _with_masks(
-    config: HeadConfig, mask: int | None, trained: int | None, is_speculators: bool
+    config: HeadConfig, mask: int, trained: int | None, is_speculators: bool
 ) -> HeadConfig:
     """Returns the config of a P-EAGLE head."""
     if is_speculators and trained is None:  # its trainer writes the number of trained depths there

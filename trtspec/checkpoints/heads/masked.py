@@ -35,8 +35,8 @@ def parse_masked(
 ) -> tuple[int | None, int | None]:
     """Returns the mask token of an EAGLE-3 head and how many drafts it was trained for.
 
-    The mask token is None if the head drafts one token a pass. The number is None if the
-    checkpoint does not say it.
+    Both are None if the head drafts one token a pass, the number also if the checkpoint does not
+    say it.
 
     Args:
         raw: `config.json`; nested: its eagle_config. tensors: under canonical names.
