@@ -231,10 +231,8 @@ def _copy(to: _Into, weight: Fp8Weight) -> None:
     if isinstance(to, Fp8Weight):
         to.codes.view(torch.uint8).copy_(weight.codes.view(torch.uint8))
         to.scales.copy_(weight.scales)
-        return
-    codes, scales = (t.reshape(-1, t.shape[-1]).contiguous() for t in weight[:2])
-    flat = Fp8Weight(codes, scales, weight.group)
-    to.copy_(dequantize(flat, to.dtype).view(to.shape))
+    else:
+        to.copy_(dequantize(weight, to.dtype))
 
 
 def _hold(model: nn.Module, into: Mapping[_Leaf, _Into]) -> None:
@@ -251,5 +249,5 @@ def _hold(model: nn.Module, into: Mapping[_Leaf, _Into]) -> None:
             module.hold_fp8(tensors, down)
     kept = [weight for weight in into.values() if isinstance(weight, Fp8Weight)]
     if kept:
-        size = sum(t.numel() * t.element_size() for weight in kept for t in weight[:2])
+        size = sum(t.nbytes for weight in kept for t in (weight.codes, weight.scales))
         logger.info("%d matrices have FP8 weights: %.2f GiB.", len(kept), size / 2**30)

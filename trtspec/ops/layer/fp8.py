@@ -79,16 +79,16 @@ def quantize(weight: Tensor) -> Fp8Weight:
 
 
 def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-    """Returns the weight [out, in] in a float dtype, rounded once."""
+    """Returns the weight [out, in], or a stack of them, in a float dtype, rounded once."""
+    codes, scales, group = weight
     # (For earlier GPUs Triton compiles no kernel that reads e4m3.)
-    triton = kernels("layer.triton_fp8", weight.codes) if has_fp8(weight.codes.device) else None
+    triton = kernels("layer.triton_fp8", codes) if has_fp8(codes.device) else None
     if triton is not None:
-        return triton.dequantize(weight, dtype)
-    scales = weight.scales
+        rows, of_rows = (t.reshape(-1, t.shape[-1]).contiguous() for t in (codes, scales))
+        return triton.dequantize(Fp8Weight(rows, of_rows, group), dtype).view(codes.shape)
     if not weight.by_rows:
-        columns = weight.codes.shape[1]
-        scales = scales.repeat_interleave(weight.group, 1)[:, :columns]
-    return (weight.codes.float() * scales).to(dtype)
+        scales = scales.repeat_interleave(group, -1)[..., : codes.shape[-1]]
+    return (codes.float() * scales).to(dtype)
 
 
 # -- activations --------------------------------------------------------------------------------
