@@ -90,7 +90,8 @@ class MoE(nn.Module):
         return self.experts(x, *chosen, hidden)
 
     def placements(self, name: str) -> dict[str, Placement]:
-        """Returns the placement of each tensor. Experts are stacked here, there perhaps single."""
+        """Returns the placement of each tensor. All experts are one parameter here, and in the
+        checkpoint one tensor, or one each."""
         names = self.gate.config.names
         placement_of = _router_placements(self.gate, f"{name}.gate", name)
         placement_of |= _expert_placements(self.experts, names, f"{name}.experts", name)

@@ -1,4 +1,4 @@
-"""Whether a head fits its target: widths, vocabularies, the map between these. And NaN in it."""
+"""Whether a head fits its target (widths, vocabularies, the map between these), and is finite."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Network = Callable[[HeadConfig, int, AttentionBackend, int], DraftHead]
 class HeadRequest:
     """What a user asks of a head's checkpoint. None leaves it to the checkpoint."""
 
-    kind: str | None = None  # "eagle" (EAGLE-1 or -3), "mtp", "dflash" or "dspark": only that
+    kind: str | None = None  # the `HeadKind.asked_as` that it must be: "eagle", "mtp", …
     layers_to_capture: Sequence[int] | None = None  # of an EAGLE-3 head, 0-based
     num_mtp_layers: int | None = None  # that are needed, one for each draft; None is all there are
     layer_per_draft: bool | None = True  # False needs the first MTP layer alone
