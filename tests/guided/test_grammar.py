@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from guided import EOS, LANGUAGES, VOCAB, Language, allowed, save_tokenizer, token_texts
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from trtspec import GuidedDecodingParams
 from trtspec.guided.compiler import GrammarCompiler
@@ -77,6 +79,22 @@ def test_rows_after_drafts(compiler: GrammarCompiler, language: Language) -> Non
             output.append(token)
         assert grammar.tokens == output and not grammar.is_broken
         assert grammar.is_complete == (EOS in output)
+
+
+def test_choices_of_any_characters() -> None:
+    """The flag of England has tag characters, which are not printable. One token is a byte."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(letters))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    compiler = GrammarCompiler(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 257, [256])
+    flag = "\U0001f3f4\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f"
+    for text in (flag, "\01", "\x7f\u200b", "\U0010ffff", '\\u0041"\n', "\ue0001"):
+        ids = tokenizer.encode(text).ids
+        assert len(ids) == len(text.encode())
+        grammar = compiler.compile(GuidedDecodingParams(choice=[text]), [256], ()).future.result(30)
+        assert grammar.follow([*ids, 256]) == len(ids) + 1 and not grammar.is_broken, ascii(text)
 
 
 def test_restarting(compiler: GrammarCompiler) -> None:

@@ -97,8 +97,14 @@ def test_min_tokens_is_refused() -> None:
         ({"structural_tag": {"type": "nosuch"}}, "structural_tag cannot be compiled"),
         ({"regex": "a$b"}, '"." in its middle'),
         ({"regex": "(?=a)b"}, "would be passed over"),
+        ({"regex": r"[\^a]"}, r'"\[\\\^" \(write it elsewhere in the class\)'),
+        (
+            {"structural_tag": {"type": "structural_tag",
+                                "format": {"type": "regex", "pattern": "a$b"}}},
+            '"." in its middle',
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_grammar_ends_its_request_alone(
     llm: LLM, fields: dict[str, Any], message: str
 ) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import xgrammar
 from guided import EOS, VOCAB, save_tokenizer
 
-from trtspec.guided.schema import find_unenforced, find_unescaped
+from trtspec.guided.schema import find_in_tag, find_unenforced, find_unescaped, find_unread
 
 INTEGER = {"type": "integer"}
 UNESCAPED = [
@@ -17,6 +19,18 @@ UNESCAPED = [
     ("\t", "\t"), (r"\n", "\n"), (r"[\n]", "\n"), (r"\cA", "\x01"), (r"\0", "\0"), (r"[\b]", "\b"),
 ]  # fmt: skip
 """Patterns whose text must be escaped in JSON, and what XGrammar takes between the quotes."""
+MISREAD = [
+    (r"[\^a]", "b"), (r"[\u005ea]", "b"), (r"\x41b", "\u041b"), (r"[\x410]", "\u0410"),
+    (r"\x4-", "\4-"), (r"[\p{L}]", "{"), (r"[\1]", "1"), (r"\h", "h"), (r"\x{2}", "xx"),
+    (r"\u004", "u004"), (r"\012", "\x0012"),
+]  # fmt: skip
+"""Regular expressions, and texts that XGrammar takes but Python does not."""
+READ_RIGHT = [
+    (r"[a\^]", "^", "b"), (r"[^\^a]", "b", "^"), (r"\^b", "^b", "b"), (r"\x41-", "A-", "\u041d"),
+    (r"\u0041b", "Ab", "\u041b"), (r"[\u0041b]", "A", "\u041b"), (r"[\b]", "\b", "b"),
+    (r"\\x41b", "\\x41b", "Ab"), (r"\.\-\/", ".-/", "a"), (r"\0a", "\0a", "a"),
+]  # fmt: skip
+"""Regular expressions, a text that each matches and one that it does not."""
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "array", "items": INTEGER, "uniqueItems": True}, "[1, 1]"),
     ({"type": "array", "items": INTEGER, "contains": {"const": 3}}, "[1]"),
@@ -94,6 +108,44 @@ def test_what_a_grammar_ignores_is_refused(accepts: Any, schema: dict[str, Any],
 def test_what_a_grammar_enforces_is_served(accepts: Any, schema: dict[str, Any], text: str) -> None:
     assert not accepts(schema, text)
     assert find_unenforced(schema) is None
+
+
+@pytest.fixture(scope="module")
+def matches() -> Any:
+    letters = [bytes([byte]) for byte in range(256)]
+    compiler = xgrammar.GrammarCompiler(
+        xgrammar.TokenizerInfo([*letters, "</s>"], stop_token_ids=256)
+    )
+
+    def matches(pattern: str, text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(compiler.compile_regex(pattern))
+        return bool(matcher.accept_string(text) and matcher.is_completed())
+
+    return matches
+
+
+@pytest.mark.parametrize(("pattern", "text"), MISREAD)
+def test_what_is_misread_in_a_regex_is_refused(matches: Any, pattern: str, text: str) -> None:
+    with suppress(re.error):
+        assert re.fullmatch(pattern, text) is None
+    assert matches(pattern, text)
+    assert find_unread(pattern) is not None
+    assert find_unenforced({"type": "string", "pattern": pattern}) is not None
+    assert find_in_tag({"format": {"type": "regex", "pattern": pattern}}) is not None
+
+
+@pytest.mark.parametrize(("pattern", "right", "wrong"), READ_RIGHT)
+def test_what_is_read_in_a_regex_is_served(
+    matches: Any, pattern: str, right: str, wrong: str
+) -> None:
+    for text in (right, wrong):
+        assert matches(pattern, text) == (re.fullmatch(pattern, text) is not None)
+    assert matches(pattern, right) and find_unread(pattern) is None
+
+
+@pytest.mark.parametrize("pattern", [r"\ud83d\ude00", r"[\uD83D]", "a\\"])
+def test_what_is_no_character_is_refused(pattern: str) -> None:
+    assert find_unread(pattern) is not None
 
 
 def test_names_of_properties_are_no_keywords() -> None:

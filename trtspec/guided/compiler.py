@@ -254,19 +254,23 @@ def _check_schema(text: str, name: str, is_tag: bool = False) -> None:
         )
 
 
-def _check_regex(text: str) -> None:
-    """Raises RequestError for what XGrammar would pass over in a regular expression."""
+def _check_regex(text: str, name: str) -> None:
+    """Raises RequestError for what XGrammar would not read as it is meant."""
     found = find_unread(text)
     if found is not None:
         raise RequestError(
-            f"GuidedDecodingParams.regex has {found}, which would be passed over: leave it out."
+            f"{name} has {found}, which would be passed over or misread: write it otherwise."
         )
 
 
 def _quoted(text: str) -> str:
     """Returns a literal of the EBNF notation."""
-    is_plain = {c: c.isprintable() and c not in '\\"' for c in text}
-    return '"' + "".join(c if is_plain[c] else f"\\U{ord(c):08x}" for c in text) + '"'
+    escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    return '"' + "".join(escapes.get(c, _escaped(c)) for c in text) + '"'
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else f"\\U{ord(character):08x}"
 
 
 def _white_space(texts: Sequence[bytes]) -> WhiteSpace | None:

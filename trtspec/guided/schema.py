@@ -47,34 +47,53 @@ _OF_TYPES = (
 
 
 def find_in_tag(tag: Any) -> str | None:
-    """Returns what `find_unenforced` finds first in the schemas inside a structural tag."""
+    """Returns what is found first in the schemas and regular expressions of a structural tag."""
     if isinstance(tag, list):
         return next((found for child in tag if (found := find_in_tag(child))), None)
     if not isinstance(tag, dict):
         return None
     for name, child in tag.items():
         is_schema = name in ("schema", "json_schema") and isinstance(child, dict)
-        found = find_unenforced(child) if is_schema else find_in_tag(child)
+        if isinstance(child, str):
+            is_regex = name == "pattern" and tag.get("type") == "regex"
+            found = find_unread(child) if is_regex else None
+        else:
+            found = find_unenforced(child) if is_schema else find_in_tag(child)
         if found is not None:
             return found
     return None
 
 
-def find_unread(text: str) -> str | None:
-    """Returns what XGrammar passes over in a regular expression; None if there is nothing.
+_READ = re.compile(
+    r"\\(?:[dDwWsSnrtfvae]|0(?!\d)|x[0-9a-fA-F]{2}(?![0-9a-fA-F])|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
+    r"|u\{[0-9a-fA-F]+\}|c[a-zA-Z]|[^a-zA-Z0-9])",
+    re.DOTALL,
+)
+"""Escapes that XGrammar 0.2.7 reads as JavaScript does. It takes as many hexadecimal digits after
+"\\x" as come, half a surrogate pair for a character, and unknown letters for themselves."""
+_CARET = re.compile(r"\[\\(?:\^|x5[eE]|u005[eE]|u\{0*5[eE]\})")
+"""The beginning of a class that XGrammar reads as "[^", without the backslash."""
 
-    Those are anchors that do not stand at its ends, and look-arounds.
+
+def find_unread(text: str) -> str | None:
+    """Returns what XGrammar passes over in a regular expression, or reads as something else; None
+    if there is nothing.
+
+    Those are anchors that do not stand at its ends, look-arounds, and some escapes.
     """
     in_class, i = False, 0
     while i < len(text):
         character = text[i]
         if character == "\\":
-            if text[i + 1 : i + 2] in ("A", "Z", "z", "b", "B") and not in_class:
-                return f'"{text[i : i + 2]}"'
+            is_backspace = in_class and text[i + 1 : i + 2] == "b"
+            if not is_backspace and _READ.match(text, i) is None:
+                return f'"{text[i : i + (5 if text[i + 1 : i + 2] in ("x", "u") else 2)]}"'
             i += 1
         elif in_class:
             in_class = character != "]"
         elif character == "[":
+            if (caret := _CARET.match(text, i)) is not None:
+                return f'"{caret[0]}" (write it elsewhere in the class)'
             in_class = True
         elif character == "(" and text[i + 1 : i + 3] in ("?=", "?!", "?<"):
             return f'"{text[i : i + 3]}"'
