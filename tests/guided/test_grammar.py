@@ -81,20 +81,56 @@ def test_rows_after_drafts(compiler: GrammarCompiler, language: Language) -> Non
         assert grammar.is_complete == (EOS in output)
 
 
-def test_choices_of_any_characters() -> None:
-    """The flag of England has tag characters, which are not printable. One token is a byte."""
+@pytest.fixture(scope="module")
+def bytes_tokenizer() -> Tokenizer:
+    """One token is a byte; the last ends a text."""
     letters = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(letters))}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["</s>"])
-    compiler = GrammarCompiler(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 257, [256])
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def accepts(bytes_tokenizer: Tokenizer) -> Any:
+    fast = PreTrainedTokenizerFast(tokenizer_object=bytes_tokenizer)
+    compiler = GrammarCompiler(fast, 257, [256])
+
+    def accepts(params: GuidedDecodingParams, text: str) -> bool:
+        ids = bytes_tokenizer.encode(text).ids
+        assert len(ids) == len(text.encode())
+        grammar = compiler.compile(params, [256], ()).future.result(30)
+        return grammar.follow([*ids, 256]) == len(ids) + 1 and not grammar.is_broken
+
+    return accepts
+
+
+def test_choices_of_any_characters(accepts: Any) -> None:
+    """The flag of England has tag characters, which are not printable."""
     flag = "\U0001f3f4\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f"
     for text in (flag, "\01", "\x7f\u200b", "\U0010ffff", '\\u0041"\n', "\ue0001"):
-        ids = tokenizer.encode(text).ids
-        assert len(ids) == len(text.encode())
-        grammar = compiler.compile(GuidedDecodingParams(choice=[text]), [256], ()).future.result(30)
-        assert grammar.follow([*ids, 256]) == len(ids) + 1 and not grammar.is_broken, ascii(text)
+        assert accepts(GuidedDecodingParams(choice=[text]), text), ascii(text)
+
+
+@pytest.mark.parametrize("length", [{"minLength": 1}, {"maxLength": 3}])
+def test_texts_of_a_length_are_json(accepts: Any, length: dict[str, int]) -> None:
+    """Their characters are JSON's, also in the name of a property and within a tag."""
+    text = {"type": "string", **length}
+    record = {"type": "object", "properties": {"a": text, "n": {"minimum": 5, "type": "integer"}}}
+    content = {"type": "json_schema", "json_schema": text}
+    form = {"type": "tag", "begin": "<", "content": content, "end": ">"}
+    for params, before, after in (
+        (GuidedDecodingParams(json=text), "", ""),
+        (GuidedDecodingParams(json=record), '{"a":\t', ', "n": 7}'),
+        (GuidedDecodingParams(json={"type": "object", "propertyNames": text}), "{", ": 1}"),
+        (GuidedDecodingParams(structural_tag={"type": "structural_tag", "format": form}), "<", ">"),
+    ):
+        for inside in ["a", "é😀", "\x7f", *map(chr, range(32))]:
+            is_json = ord(inside[0]) >= 32  # as json.loads has it
+            assert accepts(params, f'{before}"{inside}"{after}') == is_json, ascii(inside)
+    assert not accepts(GuidedDecodingParams(json=text), '""' if "minLength" in length else '"abcd"')
+    assert not accepts(GuidedDecodingParams(json=record), '{"a": "b", "n": 4}')
 
 
 def test_restarting(compiler: GrammarCompiler) -> None:

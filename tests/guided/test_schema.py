@@ -49,6 +49,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"$defs": {"n": INTEGER}, "$ref": "#/$defs/n", "minimum": 9}, "7"),
     ({"$defs": {"n": INTEGER | {"$anchor": "n"}}, "$ref": "#n"}, '"a"'),
     ({"$ref": "https://example.com/integer.json"}, '"a"'),
+    ({"patternProperties": {"^a$": INTEGER}}, '{"a": "x"}'),
+    ({"propertyNames": {"enum": ["a"]}}, '{"b": 1}'),
+    ({"minProperties": 1}, "{}"),
+    ({"required": [], "maxProperties": 0}, '{"a": 1}'),
+    (
+        {"type": "object", "properties": {"a": INTEGER}, "propertyNames": {"enum": ["b"]}},
+        '{"a": 1}',
+    ),
     ({"type": "integer", "multipleOf": 1025}, "7"),
     ({"type": "integer", "multipleOf": 2.5}, "7"),
     *(({"type": "string", "pattern": pattern}, f'"{raw}"') for pattern, raw in UNESCAPED),
@@ -73,6 +81,13 @@ SERVED: list[tuple[dict[str, Any], str]] = [
     ({"$defs": {"n": INTEGER}, "type": "array", "items": {"$ref": "#/$defs/n"}}, '["a"]'),
     ({"anyOf": [INTEGER, {"type": "array", "items": {"$ref": "#"}}]}, '["a"]'),
     ({"type": "integer", "multipleOf": 1024}, "7"),
+    ({"type": "object", "propertyNames": {"enum": ["a"]}}, '{"b": 1}'),
+    ({"additionalProperties": INTEGER, "minProperties": 1}, "{}"),
+    ({"properties": {"a": INTEGER}, "maxProperties": 0}, '{"a": 1}'),
+    (
+        {"properties": {"a": INTEGER}, "patternProperties": {"^b$": INTEGER}},
+        '{"b": "x"}',
+    ),
     *(
         ({"type": "string", "pattern": pattern}, f'"{raw}"')
         for pattern in ("[\"']", r"[^\\]", r"[^\"]*", r"[ -\\]", r"[\t-~]", ".", r"\S", r"\/[\]]")

@@ -18,7 +18,7 @@ from ..api.guided_decoding import MAX_MARKER_TOKENS, GuidedDecodingParams
 from ..api.text_stream import special_token_ids
 from ..errors import ConfigError, RequestError, TrtspecError, described, shown
 from .grammar import Grammar, WhiteSpace, Without
-from .schema import find_in_tag, find_unenforced, find_unread
+from .schema import LENGTHS, find_in_tag, find_unenforced, find_unread
 
 CACHE_BYTES = 2**28
 """Memory of compiled grammars that is kept for later requests; the oldest go first."""
@@ -201,6 +201,10 @@ class GrammarCompiler:
         if params.kind in ("json", "json_object"):
             schema = params.json or '{"type": "object", "additionalProperties": true}'
             _check_schema(schema, "json")
+            if any(name in schema for name in LENGTHS):
+                return compiler.compile_grammar(
+                    _as_json(self.xgrammar.Grammar.from_json_schema(schema))
+                )
             return compiler.compile_json_schema(schema)
         if params.kind == "regex":
             _check_regex(params.regex or "")
@@ -209,6 +213,10 @@ class GrammarCompiler:
             return compiler.compile_grammar(params.grammar)
         if params.kind == "structural_tag":
             _check_schema(params.structural_tag, "structural_tag", is_tag=True)
+            if any(name in params.structural_tag for name in LENGTHS):
+                return compiler.compile_grammar(
+                    _as_json(self.xgrammar.Grammar.from_structural_tag(params.structural_tag))
+                )
             return compiler.compile_structural_tag(params.structural_tag)
         texts = " | ".join(_quoted(choice) for choice in params.choice or ())
         return compiler.compile_grammar(f"root ::= {texts}")
@@ -261,6 +269,14 @@ def _check_regex(text: str, name: str) -> None:
         raise RequestError(
             f"{name} has {found}, which would be passed over or misread: write it otherwise."
         )
+
+
+def _as_json(grammar: Any) -> str:
+    """Returns a grammar whose texts of a given length hold no control characters.
+
+    XGrammar lets them stand there, tabs too. JSON does not.
+    """
+    return str(grammar).replace(r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]")
 
 
 def _quoted(text: str) -> str:

@@ -33,17 +33,21 @@ _SINGLE = (
 )
 MOST_MULTIPLE = 1024
 """The largest "multipleOf" that XGrammar enforces."""
-_LENGTHS = "minLength", "maxLength"
+LENGTHS = "minLength", "maxLength"
 _ALONE = {
-    "pattern": _LENGTHS,
-    "format": (*_LENGTHS, "pattern"),
+    "pattern": LENGTHS,
+    "format": (*LENGTHS, "pattern"),
     "multipleOf": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    "propertyNames": ("properties", "patternProperties"),
 }
 """Keywords beside which XGrammar ignores others."""
 _OF_TYPES = (
-    *(*_LENGTHS, "pattern", "format", "multipleOf", "minItems", "maxItems"),
+    *(*LENGTHS, "pattern", "format", "multipleOf", "minItems", "maxItems"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
 )
+_OF_OBJECTS = "patternProperties", "propertyNames", "minProperties", "maxProperties"
+_MAKE_OBJECTS = "type", "properties", "additionalProperties", "unevaluatedProperties"
+"""A schema with one of them is an object's, or says its type."""
 
 
 def find_in_tag(tag: Any) -> str | None:
@@ -189,6 +193,8 @@ def _unenforced_here(schema: dict[str, Any]) -> Iterator[str]:
     if not (isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))):
         yield f'"$ref" to {reference!r} (only "#" and "#/…" are read)'
     untyped = [keyword for keyword in _OF_TYPES if keyword in schema and "type" not in schema]
+    if not any(keyword in schema for keyword in _MAKE_OBJECTS):
+        untyped += [keyword for keyword in _OF_OBJECTS if keyword in schema]
     if untyped:
         yield f'"{untyped[0]}" without "type"'
     yield from _unheld_patterns(schema)
