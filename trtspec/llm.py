@@ -156,7 +156,7 @@ class LLM:
         iterator early cancels its request. The request is checked and queued at once, not at
         the first `next()`.
         """
-        if prompt and isinstance(prompt, list | tuple) and all(isinstance(p, str) for p in prompt):
+        if isinstance(prompt, list | tuple) and prompt and all(isinstance(p, str) for p in prompt):
             raise RequestError(
                 f"generate_stream takes one prompt, not {len(prompt)}: open a stream for each."
             )

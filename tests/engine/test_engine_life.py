@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import tiny_model_dir
@@ -93,6 +94,13 @@ def test_streams_in_many_threads_bring_every_token_and_the_reason(
 def test_a_stream_takes_one_prompt(llm: LLM) -> None:
     with pytest.raises(RequestError, match="one prompt, not 2"):
         llm.generate_stream(["a", "b"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [tuple, np.array, torch.tensor])
+def test_a_stream_takes_token_ids_as_generate_does(llm: LLM, make: Any) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    *_, last = llm.generate_stream(make([3, 1]), params)
+    assert last.outputs[0].token_ids == llm.generate([3, 1], params).outputs[0].token_ids
 
 
 def test_one_stream_read_by_two_threads_gives_each_token_once(llm: LLM) -> None:
