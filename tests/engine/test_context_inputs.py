@@ -15,6 +15,7 @@ from oracle import VOCAB, Oracle, random_prompts
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
+from trtspec.attention.base import CachedLayer
 from trtspec.attention.tiles import tiles_on_device
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.hf_config import parse_config
@@ -95,9 +96,9 @@ class Uncaptured:
 class ContextsInTriton(triton_paged.TritonAttention):
     """Generations, which are no concern of these tests, by torch: the interpreter is slow."""
 
-    def attend(self, q: torch.Tensor, meta: AttentionMetadata, **options: Any) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, meta: AttentionMetadata, cached: CachedLayer) -> torch.Tensor:
         backend = super() if meta.num_context_tokens or full() else TorchAttention()
-        return backend.attend(q, meta, **options)
+        return backend.attend(q, meta, cached)
 
 
 def _llm(

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import paged_pass
 import pytest
 import tiny_heads
 import torch
@@ -108,7 +109,7 @@ def test_draft_passes_and_inert_rows(backend: TritonAttention) -> None:
         positions = torch.arange(rows, device="cuda").repeat(3, 1)
         meta = draft_step_metadata(given.meta, positions, 1)
         q = given.q.repeat_interleave(rows, 0)
-        out = backend.attend(q, meta, kv_group=0, layer=1, window=None)
+        out = paged_pass.attend(backend, q, meta, layer=1)
         assert torch.isfinite(out).all() and not out[2 * rows :].any()
 
 
@@ -122,7 +123,7 @@ def test_a_captured_graph_follows_the_lengths(backend: TritonAttention, rows: in
     attend(backend, replace(held, meta=replace(meta, derived={})))  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.attend(held.q, meta, kv_group=0, layer=1, window=None)
+        out = attend(backend, replace(held, meta=meta))
     for given in (texts([800, 2900, 7]), texts([1, 33, 2000]), texts([900, 3000, 77])):
         (group,), (other,) = meta.kv_groups, given.meta.kv_groups
         for ours, theirs in ((group.k_cache, other.k_cache), (group.v_cache, other.v_cache)):

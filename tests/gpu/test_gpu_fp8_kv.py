@@ -11,7 +11,7 @@ import torch
 from latent_pass import make_latent_pass
 from matrix import Drafters, config_of
 from oracle import random_prompts
-from paged_pass import in_fp8, make_pass
+from paged_pass import attend, in_fp8, make_pass
 from tiny import tiny_model_dir
 from tiny_heads import eagle3_dir
 from torch import Tensor
@@ -39,13 +39,11 @@ def _check(meta: AttentionMetadata, heads: int, dim: int, dtype: torch.dtype, la
     generator = torch.Generator(device="cuda").manual_seed(1)
     q = torch.randn(meta.num_tokens, heads, dim, generator=generator, device="cuda").to(dtype)
     ours, again = (
-        triton_paged.TritonAttention().attend(
-            q, replace(coded, derived={}), kv_group=0, layer=layer, window=None
-        )
+        attend(triton_paged.TritonAttention(), q, replace(coded, derived={}), layer=layer)
         for _ in range(2)
     )
     assert ours.dtype == dtype and torch.equal(ours, again)
-    twin = TorchAttention().attend(q.double(), exact, kv_group=0, layer=layer, window=None)
+    twin = attend(TorchAttention(), q.double(), exact, layer=layer)
     error = (ours.double() - twin).abs().max() / twin.abs().max()
     assert error < (1e-4 if dtype == torch.float32 else 1e-2)
 
@@ -104,7 +102,7 @@ def test_nan(dim: int, side: int) -> None:
     put(group.layer_slots[0][side], slot[None], nan, torch.ones(1, device="cuda"))
     q = torch.randn(150, 3, dim, device="cuda").bfloat16()
     backend = triton_paged.TritonAttention()
-    out = backend.attend(q, coded, kv_group=0, layer=0, window=None)
+    out = attend(backend, q, coded)
     expected = torch.arange(20, 170, device="cuda") >= 70
     assert torch.equal(out.isnan().flatten(1).all(1), expected)
     assert torch.equal(out.isnan().flatten(1).any(1), expected)
@@ -112,7 +110,7 @@ def test_nan(dim: int, side: int) -> None:
         coded, context_lens=(), context_starts=(), num_generations=1, rows_per_generation=3,
         position_ids=torch.tensor([68, 69, 70], device="cuda"), derived={},
     )  # fmt: skip
-    out = backend.attend(q[:3], generations, kv_group=0, layer=0, window=None)
+    out = attend(backend, q[:3], generations)
     assert out.isnan().flatten(1).all(1).tolist() == [False, False, True]
     assert out[:2].isfinite().all()
 

@@ -11,6 +11,7 @@ import torch
 from latent_pass import make_latent_pass
 from matrix import MTP, Drafters, config_of
 from oracle import Oracle, random_prompts
+from paged_pass import attend
 from tiny_heads import mtp_model_dir
 from torch import Tensor
 
@@ -43,13 +44,12 @@ def _check(meta: AttentionMetadata, q: Tensor) -> None:
     """Against the twin in fp32; twice, bit for bit."""
     backend = triton_paged.TritonAttention()
     ours, again = (
-        backend.attend(q, replace(meta, derived={}), kv_group=0, layer=1, window=None, scale=SCALE)
-        for _ in range(2)
+        attend(backend, q, replace(meta, derived={}), layer=1, scale=SCALE) for _ in range(2)
     )
     assert ours.dtype == q.dtype and torch.equal(ours, again)
     cache = meta.kv_groups[0].k_cache.float()
     exact = replace(meta, kv_groups=(KVGroup(cache, cache[..., :LATENT]),), derived={})
-    twin = TorchAttention().attend(q.float(), exact, kv_group=0, layer=1, window=None, scale=SCALE)
+    twin = attend(TorchAttention(), q.float(), exact, layer=1, scale=SCALE)
     error = (ours.float() - twin).abs().max() / twin.abs().max()
     assert error < (1e-4 if q.dtype == torch.float32 else 1e-2)
 

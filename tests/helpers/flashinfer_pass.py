@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import paged_pass
 import pytest
 import torch
 from torch import Tensor
@@ -124,4 +125,4 @@ def make_flashinfer_pass(
 
 
 def attend(backend: TritonAttention, given: Pass, window: int | None = None) -> Tensor:
-    return backend.attend(given.q, given.meta, kv_group=0, layer=1, window=window)
+    return paged_pass.attend(backend, given.q, given.meta, layer=1, window=window)

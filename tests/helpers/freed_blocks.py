@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from torch import Tensor
 
 from trtspec import (
     LLM,
 )
+from trtspec.attention.base import CachedLayer
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS, AttentionMetadata
 from trtspec.state.blocks import BlockPool
@@ -48,10 +47,10 @@ class Ledger:
         original = TorchAttention.attend
 
         def attend(
-            backend: TorchAttention, q: Tensor, meta: AttentionMetadata, **kw: Any
+            backend: TorchAttention, q: Tensor, meta: AttentionMetadata, cached: CachedLayer
         ) -> Tensor:
-            self.check(meta, kw["kv_group"], kw["window"])
-            return original(backend, q, meta, **kw)
+            self.check(meta, cached.kv_group, cached.window)
+            return original(backend, q, meta, cached)
 
         monkeypatch.setattr(TorchAttention, "attend", attend)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from trtspec.attention.base import AttentionBackend, CachedLayer
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS, AttentionMetadata, KVGroup
 from trtspec.ops.layer.kv_codes import encode
+from trtspec.ops.layer.rope import CacheWrite
 from trtspec.ops.step.slots import draft_step_metadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,6 +43,25 @@ def make_pass(
         slot_mappings=(torch.empty(0, dtype=torch.int64),), max_seq_len=max_seq_len,
     )  # fmt: skip
     return draft_step_metadata(meta, positions.to(DEVICE), 0)
+
+
+def attend(
+    backend: AttentionBackend, q: Tensor, meta: AttentionMetadata, *, layer: int = 0,
+    window: int | None = None, **how: Any,
+) -> Tensor:  # fmt: skip
+    """Attends over the first KV group; `how` is as of `CachedLayer.of`."""
+    return backend.attend(q, meta, CachedLayer.of(meta, 0, layer, window, **how))
+
+
+def write_and_attend(
+    backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, *,
+    layer: int = 0, **how: Any,
+) -> Tensor:  # fmt: skip
+    """Writes k and v [T, Hkv, D] to the cache, then attends."""
+    to = CacheWrite.of(meta, 0, layer, keeps_finite=False)
+    for cache, x in ((to.k_slots, k), (to.v_slots, v)):
+        cache[to.written_slots()] = x
+    return attend(backend, q, meta, layer=layer, **how)
 
 
 def in_fp8(meta: AttentionMetadata) -> tuple[AttentionMetadata, AttentionMetadata]:

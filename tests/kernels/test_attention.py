@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from paged_pass import write_and_attend
 from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
@@ -98,7 +99,7 @@ def test_ragged_pass(
     k = torch.cat([k[past:] for (k, _), (past, _) in zip(history, spans, strict=True)])
     v = torch.cat([v[past:] for (_, v), (past, _) in zip(history, spans, strict=True)])
     sinks = 2 * torch.randn(q_heads).to(dtype) if has_sinks else None
-    out = TorchAttention().forward(q, k, v, meta, kv_group=0, layer=1, window=window, sinks=sinks)
+    out = write_and_attend(TorchAttention(), q, k, v, meta, layer=1, window=window, sinks=sinks)
 
     row = 0
     for (k_all, v_all), (past, new) in zip(history, spans, strict=True):
@@ -144,9 +145,7 @@ def test_bf16_rows_do_not_depend_on_how_many_are_verified(past: int, has_sinks: 
             max_seq_len=10_000,
         )
         span = slice(start, start + count)
-        return TorchAttention().forward(
-            q[span], k[span], v[span], meta, kv_group=0, layer=0, window=None, sinks=sinks
-        )
+        return write_and_attend(TorchAttention(), q[span], k[span], v[span], meta, sinks=sinks)
 
     for _ in range(200):  # one row in a thousand differed where groups of 3 heads were not padded
         k, v = (torch.randn(total, 3, 64, dtype=torch.bfloat16) for _ in range(2))
@@ -169,7 +168,7 @@ def test_rows_past_the_maximum_write_nowhere_and_do_not_disturb_the_others() -> 
         (group,), (table,), (slots[0],), max_len,
     )  # fmt: skip
     q, k, v = (torch.randn(4, 1, 8) for _ in range(3))
-    out = TorchAttention().forward(q, k, v, meta, kv_group=0, layer=0, window=None)
+    out = write_and_attend(TorchAttention(), q, k, v, meta)
     assert torch.isfinite(out).all()
     cache = group.k_cache[0, 2:].reshape(-1, 8)
     assert torch.equal(cache[6:8], k[:2, 0])

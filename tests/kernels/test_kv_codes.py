@@ -8,7 +8,7 @@ import pytest
 import torch
 from latent_pass import ROTATED, make_latent_pass
 from matrix import covering
-from paged_pass import in_fp8, make_pass
+from paged_pass import attend, in_fp8, make_pass
 from torch import Tensor
 
 from trtspec.attention.base import AttentionBackend
@@ -151,11 +151,11 @@ def test_generations(
 ) -> None:  # fmt: skip
     meta = make_pass(lengths, rows, heads[1], dim, page, max_seq_len=4096)
     coded, exact = in_fp8(meta)
-    q, how = _queries(meta, heads[0], dim), {"kv_group": 0, "window": window, "softcap": softcap}
-    ours = backend.attend(q, coded, layer=0, **how)  # type: ignore[arg-type]
-    twin = TorchAttention().attend(q.double(), exact, layer=0, **how)  # type: ignore[arg-type]
+    q, how = _queries(meta, heads[0], dim), {"window": window, "softcap": softcap}
+    ours = attend(backend, q, coded, **how)
+    twin = attend(TorchAttention(), q.double(), exact, **how)
     torch.testing.assert_close(ours.double(), twin, atol=2e-5, rtol=1e-4)
-    rough = TorchAttention().attend(q.double(), _wider(meta), layer=0, **how)  # type: ignore[arg-type]
+    rough = attend(TorchAttention(), q.double(), _wider(meta), **how)
     assert 1e-4 < (ours - rough).norm() / rough.norm() < 0.06
 
 
@@ -184,8 +184,8 @@ def test_contexts(
     meta = make_pass([s + n for s, n in SPANS], 1, heads[1], dim, 16, max_seq_len=4096)
     coded, exact = in_fp8(_prompts(meta, SPANS))
     q = _queries(coded, heads[0], dim)
-    ours = backend.attend(q, coded, kv_group=0, layer=0, window=window)
-    twin = TorchAttention().attend(q.double(), exact, kv_group=0, layer=0, window=window)
+    ours = attend(backend, q, coded, window=window)
+    twin = attend(TorchAttention(), q.double(), exact, window=window)
     torch.testing.assert_close(ours.double(), twin, atol=2e-5, rtol=1e-4)
 
 
@@ -196,9 +196,9 @@ def test_latent(is_prompt: bool, backend: AttentionBackend) -> None:
     if is_prompt:
         meta = _prompts(meta, [(60, 10), (0, 5)])
     coded, exact = in_fp8(meta)
-    q, how = _queries(coded, 6, 32 + ROTATED), {"kv_group": 0, "window": None, "scale": 0.17}
-    ours = backend.attend(q, coded, layer=1, **how)  # type: ignore[arg-type]
-    twin = TorchAttention().attend(q.double(), exact, layer=1, **how)  # type: ignore[arg-type]
+    q, how = _queries(coded, 6, 32 + ROTATED), {"window": None, "scale": 0.17}
+    ours = attend(backend, q, coded, layer=1, **how)
+    twin = attend(TorchAttention(), q.double(), exact, layer=1, **how)
     torch.testing.assert_close(ours.double(), twin, atol=2e-5, rtol=1e-4)
 
 
@@ -222,7 +222,7 @@ def test_nan_reaches_the_rows_that_see_it(
     cache = group.layer_slots[0][0 if is_latent else side]
     put(cache, where, nan, torch.ones(1, device=DEVICE))
     q = _queries(coded, 3, dim)
-    out = backend.attend(q, coded, kv_group=0, layer=0, window=None)
+    out = attend(backend, q, coded)
     assert out[5:].isnan().all()
     is_masked = backend.name == "triton" and not is_latent and side == 0  # torch adds masks
     assert not is_masked or out[:5].isfinite().all()
@@ -230,5 +230,5 @@ def test_nan_reaches_the_rows_that_see_it(
         coded, context_lens=(), context_starts=(), num_generations=1, rows_per_generation=3,
         position_ids=torch.tensor([5, 6, 7], device=DEVICE), derived={},
     )  # fmt: skip
-    out = backend.attend(q[:3], generations, kv_group=0, layer=0, window=None)
+    out = attend(backend, q[:3], generations)
     assert out[2].isnan().all() and (not is_masked or out[:2].isfinite().all())

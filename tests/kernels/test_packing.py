@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from latent_pass import ROTATED, make_latent_pass
-from paged_pass import make_pass
+from paged_pass import attend, make_pass
 from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
@@ -168,7 +168,7 @@ def packed_pass(meta: AttentionMetadata, lens: list[int]) -> AttentionMetadata:
 
 def _rows_alone(q: Tensor, meta: AttentionMetadata, rows: Tensor, **layer: Any) -> Tensor:
     """Attention of all rows, of which those that were packed are kept."""
-    out = TorchAttention().attend(q, replace(meta, derived={}), kv_group=0, **layer)
+    out = attend(TorchAttention(), q, replace(meta, derived={}), **layer)
     return out[rows]
 
 
@@ -188,9 +188,9 @@ def test_attention(
     q = torch.randn(16, heads[0], dim, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     assert packed.packed is not None and packed.num_tokens == sum(lens)
     rows = packed.packed.indices
-    expected = _rows_alone(q, meta, rows, layer=0, window=window)
+    expected = _rows_alone(q, meta, rows, window=window)
     for backend in (TritonAttention(), TorchAttention()):
-        ours = backend.attend(q[rows], packed, kv_group=0, layer=0, window=window)
+        ours = attend(backend, q[rows], packed, window=window)
         torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
 
 
@@ -201,8 +201,8 @@ def test_attention_of_more_rows_than_a_tile() -> None:
     q = torch.randn(66, 8, 64, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     assert packed.packed is not None
     rows = packed.packed.indices
-    ours = TritonAttention().attend(q[rows], packed, kv_group=0, layer=0, window=None)
-    expected = _rows_alone(q, meta, rows, layer=0, window=None)
+    ours = attend(TritonAttention(), q[rows], packed)
+    expected = _rows_alone(q, meta, rows)
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
 
 
@@ -215,7 +215,7 @@ def test_latent_attention(monkeypatch: pytest.MonkeyPatch, programs: int) -> Non
     assert packed.packed is not None
     rows = packed.packed.indices
     layer: dict[str, Any] = {"layer": 1, "window": None, "scale": 0.17}
-    ours = TritonAttention().attend(q[rows], packed, kv_group=0, **layer)
+    ours = attend(TritonAttention(), q[rows], packed, **layer)
     expected = _rows_alone(q, meta, rows, **layer)
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
 
@@ -225,15 +225,15 @@ def test_xqa_attends_to_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     flashinfer = pytest.importorskip("trtspec.attention.flashinfer")
     backend, seen = object.__new__(flashinfer.FlashInferAttention), []
 
-    def attend(q: Tensor, meta: AttentionMetadata, cached: Any) -> Tensor:
+    def attend_all(q: Tensor, meta: AttentionMetadata, cached: Any) -> Tensor:
         seen.append(meta)
         return q.clone()
 
-    monkeypatch.setattr(backend, "_attend", attend)
+    monkeypatch.setattr(backend, "_attend", attend_all)
     meta = make_pass([1, 70, 33], 4, 2, 16, 8, max_seq_len=4096)
     packed = packed_pass(meta, [4, 1, 2])
     q = torch.randn(7, 6, 16, device=DEVICE)
-    out = backend.attend(q, packed, kv_group=0, layer=0, window=None)
+    out = attend(backend, q, packed)
     assert seen == [meta] and torch.equal(out, q)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import full, spread
-from paged_pass import make_pass
+from paged_pass import attend, make_pass, write_and_attend
 
 from trtspec.attention.base import CachedLayer
 from trtspec.attention.torch_sdpa import TorchAttention
@@ -55,7 +55,7 @@ def test_equals_torch(
     )
     outs = []
     for backend in (TorchAttention(), triton_paged.TritonAttention()):
-        outs.append(backend.forward(q, k, v, meta, kv_group=0, layer=0, window=window))
+        outs.append(write_and_attend(backend, q, k, v, meta, window=window))
     torch.testing.assert_close(outs[1], outs[0], atol=2e-5, rtol=1e-4)
 
 
@@ -77,7 +77,7 @@ def test_any_cut_of_ragged_texts_is_the_same(
     q = torch.randn(len(lengths) * rows, 6, 16, generator=generator).to(DEVICE)
     sinks = _sinks(6) if has_sinks else None
     ours, twin = (
-        backend.attend(q, meta, kv_group=0, layer=0, window=window, sinks=sinks)
+        attend(backend, q, meta, window=window, sinks=sinks)
         for backend in (triton_paged.TritonAttention(), TorchAttention())
     )
     torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
@@ -107,7 +107,7 @@ def test_rows_that_see_both_ways_with_windows_of_their_own(
     q = torch.randn(len(lengths) * rows, q_heads, dim, generator=generator).to(DEVICE)
     sinks = _sinks(q_heads) if has_sinks else None
     ours, twin = (
-        backend.attend(q, both_ways, kv_group=0, layer=0, window=window, sinks=sinks)
+        attend(backend, q, both_ways, window=window, sinks=sinks)
         for backend in (triton_paged.TritonAttention(), TorchAttention())
     )
     assert torch.isfinite(ours).all()
@@ -159,7 +159,7 @@ def test_contexts(
     q = torch.randn(len(positions), q_heads, dim, generator=generator).to(DEVICE)
     sinks = _sinks(q_heads) if has_sinks else None
     ours, twin = (
-        backend.attend(q, meta, kv_group=0, layer=0, window=window, sinks=sinks)
+        attend(backend, q, meta, window=window, sinks=sinks)
         for backend in (triton_paged.TritonAttention(), TorchAttention())
     )
     assert any(key[0] == "context tiles" for key in meta.derived), "torch's operations ran"
@@ -187,8 +187,8 @@ def test_a_short_rest_of_a_prompt_in_a_captured_pass(
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(rows, q_heads, dim, generator=generator).to(DEVICE)
-    ours = triton_paged.TritonAttention().attend(q, meta, kv_group=0, layer=0, window=window)
-    twin = TorchAttention().attend(q[:count], known, kv_group=0, layer=0, window=window)
+    ours = attend(triton_paged.TritonAttention(), q, meta, window=window)
+    twin = attend(TorchAttention(), q[:count], known, window=window)
     assert not any(key[0] == "context tiles" for key in meta.derived), "it was cut into tiles"
     torch.testing.assert_close(ours[:count], twin, atol=2e-5, rtol=1e-4)
     assert ours.isfinite().all()
@@ -238,8 +238,8 @@ def test_blocks_that_every_row_sees(
         context_starts=tuple(s for s, _ in spans), position_ids=positions, derived={},
         kv_groups=(_of_dtype(group, torch.float32),),
     )  # fmt: skip
-    twin = TorchAttention().attend(
-        q[:-1].float(), meta, kv_group=0, layer=0, window=window, softcap=softcap, sinks=sinks
+    twin = attend(
+        TorchAttention(), q[:-1].float(), meta, window=window, softcap=softcap, sinks=sinks
     )
     near = 2e-5 if dtype == torch.float32 else 1e-2  # weights of values are rounded
     torch.testing.assert_close(out[:-1].float(), twin, atol=near, rtol=near)
@@ -262,9 +262,9 @@ def test_capped_scores(softcap: float, scale: float | None, window: int | None) 
         max_kv_len=max(s + n for s, n in spans), derived={},
     )  # fmt: skip
     q = 3 * torch.randn(len(positions), 6, 16, generator=torch.Generator().manual_seed(5))
-    options: Any = {"kv_group": 0, "layer": 0, "window": window, "scale": scale}
+    options: Any = {"window": window, "scale": scale}
     ours, twin, plain = (
-        backend.attend(q.to(DEVICE), meta, **options, softcap=cap)
+        attend(backend, q.to(DEVICE), meta, **options, softcap=cap)
         for backend, cap in (
             (triton_paged.TritonAttention(), softcap), (TorchAttention(), softcap),
             (TorchAttention(), None),
@@ -280,7 +280,7 @@ def test_rows_past_the_maximum_length_are_inert() -> None:
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(8, h, 16, generator=generator).to(DEVICE) for h in (4, 2, 2))
     ours, twin = (
-        backend.forward(q, k, v, meta, kv_group=0, layer=0, window=None)
+        write_and_attend(backend, q, k, v, meta)
         for backend in (triton_paged.TritonAttention(), TorchAttention())
     )
     torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
@@ -310,9 +310,8 @@ def test_blocks_behind_the_window_are_not_missed(
     generator = torch.Generator().manual_seed(6)
     q = torch.randn(len(lengths) * rows, 6, dim, generator=generator).to(dtype).to(DEVICE)
     meta = replace(meta, kv_groups=(_of_dtype(meta.kv_groups[0], dtype),))
-    given = {"kv_group": 0, "layer": 0, "window": window}
     near = 2e-5 if dtype == torch.float32 else 1e-2
-    whole = TorchAttention().attend(q, meta, **given)
+    whole = attend(TorchAttention(), q, meta, window=window)
     table, group = meta.block_tables[0].clone(), meta.kv_groups[0]
     for i, length in enumerate(lengths):
         behind = max(0, length - window + 1) // page
@@ -322,4 +321,6 @@ def test_blocks_behind_the_window_are_not_missed(
     group.k_cache[:, NULL_BLOCK] = group.v_cache[:, NULL_BLOCK] = 0
     for backend in (TorchAttention(), triton_paged.TritonAttention()):
         freed = replace(meta, block_tables=(table,), derived={})
-        torch.testing.assert_close(backend.attend(q, freed, **given), whole, atol=near, rtol=near)
+        torch.testing.assert_close(
+            attend(backend, q, freed, window=window), whole, atol=near, rtol=near
+        )

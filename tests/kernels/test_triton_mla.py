@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from latent_pass import ROTATED, make_latent_pass
+from paged_pass import attend
 from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
@@ -38,10 +39,7 @@ def queries(meta: AttentionMetadata, heads: int, latent: int) -> Tensor:
 
 def both(q: Tensor, meta: AttentionMetadata) -> list[Tensor]:
     backends = TritonAttention(), TorchAttention()
-    return [
-        b.attend(q, replace(meta, derived={}), kv_group=0, layer=1, window=None, scale=0.17)
-        for b in backends
-    ]
+    return [attend(b, q, replace(meta, derived={}), layer=1, scale=0.17) for b in backends]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +107,7 @@ def test_padded_contexts() -> None:
         derived={},
     )  # fmt: skip
     q = torch.cat([q, torch.full_like(q[:19], float("nan"))])
-    ours = TritonAttention().attend(q, padded, kv_group=0, layer=1, window=None, scale=0.17)
+    ours = attend(TritonAttention(), q, padded, layer=1, scale=0.17)
     torch.testing.assert_close(ours[:29], twin, atol=2e-5, rtol=1e-4)
     assert not ours[29:].any()
 
@@ -124,9 +122,7 @@ def test_rows_past_the_maximum_length_are_inert() -> None:
 def test_a_window_is_refused() -> None:
     meta = make_latent_pass([(30, 1)], 32, 8)
     with pytest.raises(ConfigError, match="window of 8"):
-        TritonAttention().attend(
-            queries(meta, 3, 32), meta, kv_group=0, layer=0, window=8, scale=1.0
-        )
+        attend(TritonAttention(), queries(meta, 3, 32), meta, window=8, scale=1.0)
 
 
 @pytest.mark.parametrize("keeps_finite", [False, True])

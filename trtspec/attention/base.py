@@ -5,11 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
-from ..ops.layer.kv_codes import put
+from ..metadata.attention import AttentionMetadata
 
 
 class CachedLayer(NamedTuple):
@@ -24,7 +22,9 @@ class CachedLayer(NamedTuple):
     softcap: float | None = None  # scaled scores s become softcap * tanh(s / softcap)
     k_scales: Tensor | None = None  # [Hkv] float32, of codes in FP8; None is floats
     v_scales: Tensor | None = None
-    sinks: Tensor | None = None  # [Hq], of each query head a logit beside the scores; None is none
+    sinks: Tensor | None = None
+    """[Hq], a logit of each query head. It is one more term of the softmax's sum, without a value,
+    and is neither scaled nor capped (gpt-oss, MiMo-V2)."""
 
     @classmethod
     def of(
@@ -33,10 +33,11 @@ class CachedLayer(NamedTuple):
         kv_group: int,
         layer: int,
         window: int | None,
-        scale: float | None,
-        softcap: float | None,
+        scale: float | None = None,
+        softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> CachedLayer:
+        """Finds the cache of a KV group's layer of this index; the rest are fields."""
         group = meta.kv_groups[kv_group]
         k_slots, v_slots = group.layer_slots[layer]
         k_scales, v_scales = group.layer_scales[layer]
@@ -80,60 +81,9 @@ class AttentionBackend(ABC):
     """Keys and values may be in FP8."""
 
     @abstractmethod
-    def attend(
-        self,
-        q: Tensor,
-        meta: AttentionMetadata,
-        *,
-        kv_group: int,
-        layer: int,
-        window: int | None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> Tensor:
         """Returns the attention of q [T, Hq, D] over the cache, [T, Hq, Dv].
 
         The cache holds this pass's K [.., D] and V [.., Dv] already. Dv is D, or less in a group of
-        latent attention. A row sees the positions of its request up to and including its own; with
-        `window` only the last `window` of those.
-
-        Args:
-            layer: its index in the KV group.
-            scale: of the scores, None is 1 / sqrt(D).
-            softcap: scaled scores s become softcap * tanh(s / softcap).
-            sinks: [Hq], a logit of each query head. It is one more term of the softmax's sum,
-                without a value, and is neither scaled nor capped (gpt-oss, MiMo-V2).
+        latent attention. A row sees the positions of its request up to and including its own.
         """
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        meta: AttentionMetadata,
-        *,
-        kv_group: int,
-        layer: int,
-        window: int | None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Writes k and v [T, Hkv, D] to the cache, then attends."""
-        group, slots = meta.kv_groups[kv_group], meta.slot_mappings[kv_group]
-        slots = torch.where(slots < 0, SCRATCH_BLOCK * group.page_size, slots)
-        k_slots, v_slots = group.layer_slots[layer]
-        k_scales, v_scales = group.layer_scales[layer]
-        put(k_slots, slots, k, k_scales)
-        put(v_slots, slots, v, v_scales)
-        return self.attend(
-            q,
-            meta,
-            kv_group=kv_group,
-            layer=layer,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-        )

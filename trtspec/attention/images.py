@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..metadata.attention import AttentionMetadata, ImageRows
 from ..ops.layer.kv_codes import look_up
-from .base import AttentionBackend
+from .base import AttentionBackend, CachedLayer
 from .torch_sdpa import masked_attention
 
 
@@ -20,45 +20,29 @@ def attend(
     backend: AttentionBackend,
     q: Tensor,
     meta: AttentionMetadata,
-    *,
-    kv_group: int,
-    layer: int,
-    window: int | None,
-    scale: float | None,
-    softcap: float | None,
+    cached: CachedLayer,
     images_both_ways: bool,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """As `backend.attend`; with `images_both_ways` rows of `meta.images` see all of their image."""
-    out = backend.attend(
-        q,
-        meta,
-        kv_group=kv_group,
-        layer=layer,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    out = backend.attend(q, meta, cached)
     if not images_both_ways:
         return out
-    group = meta.kv_groups[kv_group]
-    caches = list(zip(group.layer_slots[layer], group.layer_scales[layer], strict=True))
     for image in meta.images:
-        key = "image", image, kv_group, window
+        key = "image", image, cached.kv_group, cached.window
         if key not in meta.derived:
-            meta.derived[key] = _keys(image, meta, kv_group, window)
+            meta.derived[key] = _keys(image, meta, cached.kv_group, cached.window)
         slots, mask = meta.derived[key]
         rows = slice(image.first_row, image.first_row + image.num_rows)
-        keys, values = (look_up(cache, slots, scales, q.dtype) for cache, scales in caches)
+        keys = look_up(cached.k_slots, slots, cached.k_scales, q.dtype)
+        values = look_up(cached.v_slots, slots, cached.v_scales, q.dtype)
         attended = masked_attention(
             q[rows].transpose(0, 1)[None],
             keys.transpose(0, 1)[None],
             values.transpose(0, 1)[None],
             mask,
-            scale,
-            softcap,
-            sinks,
+            cached.scale,
+            cached.softcap,
+            cached.sinks,
         )
         out[rows] = attended[0].transpose(0, 1)
     return out

@@ -37,19 +37,7 @@ class TorchAttention(AttentionBackend):
     name: ClassVar[str] = "torch"
     supports_multi_token_generation: ClassVar[bool] = True
 
-    def attend(
-        self,
-        q: Tensor,
-        meta: AttentionMetadata,
-        *,
-        kv_group: int,
-        layer: int,
-        window: int | None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        cached = CachedLayer.of(meta, kv_group, layer, window, scale, softcap, sinks)
+    def attend(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> Tensor:
         packed = meta.packed
         if packed is None or self._reads_packed(q, meta, cached):
             return self._attend(q, meta, cached)
@@ -63,7 +51,7 @@ class TorchAttention(AttentionBackend):
         return False
 
     def _attend(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> Tensor:
-        """As `attend`."""
+        """As `attend`; all generations have the same number of rows, unless `_reads_packed`."""
         outs, start = [], 0
         for i, rows in enumerate(meta.context_lens):
             outs.append(self._context(q[start : start + rows], meta, i, cached))

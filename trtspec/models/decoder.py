@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.base import AttentionBackend
+from ..attention.base import AttentionBackend, CachedLayer
 from ..attention.dense import DensePass
 from ..attention.images import attend
 from ..distributed.comm import ALONE
@@ -167,18 +167,16 @@ class Attention(nn.Module):
         q = qkv_rope_and_write(
             inputs, self.qkv_proj, norms, rope, self.num_heads, to, self.qk_norms, self.norms_values
         )
-        return attend(
-            self.backend,
-            q,
+        cached = CachedLayer.of(
             meta,
-            kv_group=self.kv_group,
-            layer=self.cache_layer,
-            window=self.window,
-            scale=self.scale,
-            softcap=self.softcap,
-            images_both_ways=self.images_attend_both_ways,
-            sinks=self.attention_sink_bias,
+            self.kv_group,
+            self.cache_layer,
+            self.window,
+            self.scale,
+            self.softcap,
+            self.attention_sink_bias,
         )
+        return attend(self.backend, q, meta, cached, self.images_attend_both_ways)
 
     def _attend_densely(
         self,

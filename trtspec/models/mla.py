@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..attention.base import AttentionBackend
+from ..attention.base import AttentionBackend, CachedLayer
 from ..attention.dense import DensePass
 from ..distributed.parallel import WHOLE, Shard
 from ..layers.fused import Inputs, Norms, linear
@@ -118,14 +118,8 @@ class MLAttention(nn.Module):
             CacheWrite.of(meta, self.kv_group, self.cache_layer, self.sanitize_kv),
         )
         multiply_heads(q[..., : m.qk_nope_head_dim], w_uk, queries[..., : m.kv_lora_rank])
-        attended = self.backend.attend(
-            queries,
-            meta,
-            kv_group=self.kv_group,
-            layer=self.cache_layer,
-            window=self.window,
-            scale=m.softmax_scale,
-        )
+        cached = CachedLayer.of(meta, self.kv_group, self.cache_layer, self.window, m.softmax_scale)
+        attended = self.backend.attend(queries, meta, cached)
         out = q.new_empty(q.shape[0], self.num_heads, m.v_head_dim)
         multiply_heads(attended, w_uv, out)
         return out.flatten(1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..attention.base import AttentionBackend
+from ..attention.base import AttentionBackend, CachedLayer
 from ..attention.dense import DensePass
 from ..attention.images import attend
 from ..layers.fused import Inputs, Norms, linear
@@ -58,15 +58,9 @@ class QueryAttention(nn.Module):
             q = apply_rope(self.q_norm(q), *rope.rotation(q.dtype))
             out = meta.attend_again(q, self.kv_layer, self.window, self.scale, self.softcap)
         else:
-            out = attend(
-                self.backend,
-                rope_queries(q, rope, self.q_norm),
-                meta,
-                kv_group=self.kv_group,
-                layer=self.cache_layer,
-                window=self.window,
-                scale=self.scale,
-                softcap=self.softcap,
-                images_both_ways=self.images_attend_both_ways,
+            q = rope_queries(q, rope, self.q_norm)
+            cached = CachedLayer.of(
+                meta, self.kv_group, self.cache_layer, self.window, self.scale, self.softcap
             )
+            out = attend(self.backend, q, meta, cached, self.images_attend_both_ways)
         return linear((out.reshape(-1, self.num_heads * self.head_dim),), self.o_proj)
