@@ -6,13 +6,12 @@ import pytest
 import steady
 import torch
 from matrix import covering
-from naive_experts import BETWEEN, Fp8Experts, naive_experts, random_experts, to_fp8
+from naive_experts import BETWEEN, naive_experts, random_experts, to_fp8
 
 from trtspec import native
 from trtspec.layers import experts as layer
 from trtspec.layers.experts import Experts
 from trtspec.ops.experts import torch as moe
-from trtspec.ops.layer.fp8 import Fp8Weight
 
 HAS_KERNELS = torch.cuda.is_available() and native.kernels(torch.empty(1, device="cuda"))
 pytestmark = [
@@ -65,16 +64,8 @@ def test_fp8_equal_a_loop(groups: str, rows: int, shape: tuple[int, int, int, in
     by = (size, inner) if groups == "rows" else (int(groups),) * 2
     codes, x = to_fp8(experts, *by), x.bfloat16()
     expected = naive_experts(experts, x, ids, weights)
-    _hold(experts, codes)
+    experts.hold_fp8(*codes)
     _check(experts.cuda(), (x, ids, weights), expected, BOUNDS[torch.bfloat16])
-
-
-def _hold(experts: Experts, codes: Fp8Experts) -> None:
-    gate_up, down, scales = codes
-    experts.hold_fp8(
-        Fp8Weight(gate_up, scales.gate_up, scales.gate_up_group),
-        Fp8Weight(down, scales.down, scales.down_group),
-    )
 
 
 def _check(

@@ -115,9 +115,9 @@ def test_fp8_experts_equal_a_loop(
     fp8 = to_fp8(experts, *((size, inner) if by_rows else (128, 128)))
     x = x.to(dtype)
     expected = naive_experts(experts, x, ids, weights)
-    gate_up, down, scales = fp8.part(0, count, "cuda")
+    gate_up, down = fp8.part(0, count, "cuda")
     args = x.cuda(), ids.cuda(), weights.cuda(), gate_up, down
-    out = moe.grouped_experts(*args, scales=scales)
+    out = moe.grouped_experts(*args)
     assert out.dtype == dtype
     bound = _bound(dtype)
     torch.testing.assert_close(out.cpu().double(), expected, atol=bound, rtol=bound)
@@ -128,14 +128,14 @@ def test_fp8_experts_equal_a_loop(
 def test_fp8_experts_wait_for_nothing_and_replay_in_a_graph(by_rows: bool, rows: int) -> None:
     experts, x, _, _ = random_experts(rows, 16, 4, 256, 136, torch.float32)
     fp8 = to_fp8(experts, *((256, 136) if by_rows else (128, 128)))
-    gate_up, down, scales = fp8.part(0, 12, "cuda")  # 4 experts are another rank's
+    gate_up, down = fp8.part(0, 12, "cuda")  # 4 experts are another rank's
     logits = torch.zeros(rows, 16, device="cuda")
     inputs = torch.zeros(x.shape, dtype=torch.bfloat16, device="cuda")
 
     def step() -> torch.Tensor:
         ids, weights = moe.route(logits, None, 4, n_group=4, topk_group=2, scale=1.5)
         own = torch.where(ids >= 12, 12, ids)
-        return moe.grouped_experts(inputs, own, weights, gate_up, down, total=16, scales=scales)
+        return moe.grouped_experts(inputs, own, weights, gate_up, down, total=16)
 
     with torch.no_grad():
         graph, out = steady.captured(step)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from trtspec.layers.experts import Experts
-from trtspec.ops.experts.torch import ExpertScales
 from trtspec.ops.layer.activation import gate_and_mul
-from trtspec.ops.layer.fp8 import FP8
+from trtspec.ops.layer.fp8 import FP8, Fp8Weight
 
 
 def naive_route(
@@ -68,21 +67,13 @@ def random_experts(
 
 
 class Fp8Experts(NamedTuple):
-    gate_up: Tensor
-    down: Tensor
-    scales: ExpertScales
+    gate_up: Fp8Weight
+    down: Fp8Weight
 
     def part(self, first: int, count: int, device: str) -> Fp8Experts:
         """`count` experts from `first` on, on a device."""
-        own = slice(first, first + count)
-        gate_up, gate_up_group, down, down_group = vars(self.scales).values()
-        scales = ExpertScales(
-            gate_up=gate_up[own].to(device),
-            gate_up_group=gate_up_group,
-            down=down[own].to(device),
-            down_group=down_group,
-        )
-        return Fp8Experts(self.gate_up[own].to(device), self.down[own].to(device), scales)
+        codes = (stack.at(slice(first, first + count)) for stack in self)
+        return Fp8Experts(*(Fp8Weight(c.to(device), s.to(device), group) for c, s, group in codes))
 
 
 def to_fp8(experts: Experts, gate_up_group: int, down_group: int) -> Fp8Experts:
@@ -97,12 +88,8 @@ def to_fp8(experts: Experts, gate_up_group: int, down_group: int) -> Fp8Experts:
         spread = scales.double().repeat_interleave(group, -1)[..., :columns]
         codes = (weight / spread).clamp(-448, 448).float().to(FP8)
         parameter.data = codes.double() * spread
-        found.append((codes, scales))
-    (gate_up, up_scales), (down, down_scales) = found
-    scales = ExpertScales(
-        gate_up=up_scales, gate_up_group=gate_up_group, down=down_scales, down_group=down_group
-    )
-    return Fp8Experts(gate_up, down, scales)
+        found.append(Fp8Weight(codes, scales, group))
+    return Fp8Experts(*found)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

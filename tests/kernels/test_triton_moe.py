@@ -208,15 +208,15 @@ def test_fp8_experts_equal_a_loop(
     expected = naive_experts(experts, x.to(dtype), ids, weights)
     x, ids, weights = x.to(DEVICE, dtype), ids.to(DEVICE), weights.to(DEVICE)
     monkeypatch.setattr(moe, "grouped_matmul", _poisoned if way == "triton" else _torchs_product)
-    gate_up, down, scales = fp8.part(0, count, DEVICE)
-    whole = moe.grouped_experts(x, ids, weights, gate_up, down, scales=scales)
+    gate_up, down = fp8.part(0, count, DEVICE)
+    whole = moe.grouped_experts(x, ids, weights, gate_up, down)
     parts = torch.zeros_like(whole)
     for first in (0, count // 2):
         own = ids - first
         here = count // 2 if first == 0 else count - count // 2
         own = torch.where((own < 0) | (own >= here), here, own)
-        gate_up, down, scales = fp8.part(first, here, DEVICE)
-        parts += moe.grouped_experts(x, own, weights, gate_up, down, total=count, scales=scales)
+        gate_up, down = fp8.part(first, here, DEVICE)
+        parts += moe.grouped_experts(x, own, weights, gate_up, down, total=count)
     bound = FP8_BOUNDS[dtype]
     for out in (whole, parts):
         assert out.dtype == dtype
@@ -235,11 +235,11 @@ def test_fp8_experts_with_every_gate(monkeypatch: pytest.MonkeyPatch, between: s
     experts, x, ids, weights = random_experts(5, 8, 3, 256, 48, torch.float32)
     fp8 = to_fp8(experts, 128, 48)
     expected = naive_experts(experts, x, ids, weights, between)
-    gate_up, down, scales = fp8.part(0, 8, DEVICE)
+    gate_up, down = fp8.part(0, 8, DEVICE)
     args = x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE), gate_up, down, BETWEEN[between][0]
     for product in (moe.grouped_matmul, triton_fp8.grouped_matmul):
         monkeypatch.setattr(moe, "grouped_matmul", product)
-        out = moe.grouped_experts(*args, scales=scales).cpu().double()
+        out = moe.grouped_experts(*args).cpu().double()
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 

@@ -91,15 +91,10 @@ def products(model: Decoder) -> dict[str, Linear]:
 
 def stacks(experts: Experts) -> list[Fp8Weight]:
     """Of FP8 experts, flattened: all rows of gate and up, and of down."""
-    scales = experts.scales
-    assert scales is not None
-    assert experts.gate_up_proj is not None and experts.down_proj is not None
+    assert experts.fp8 is not None
     return [
-        Fp8Weight(codes.flatten(0, 1), of_rows.flatten(0, 1), group)
-        for codes, of_rows, group in (
-            (experts.gate_up_proj, scales.gate_up, scales.gate_up_group),
-            (experts.down_proj, scales.down, scales.down_group),
-        )
+        Fp8Weight(codes.flatten(0, 1), scales.flatten(0, 1), group)
+        for codes, scales, group in experts.fp8
     ]
 
 
@@ -200,7 +195,7 @@ def texts(path: Path, config: Any = None, **options: Any) -> list[list[int]]:
     if config is not None:
         modules = list(llm.executor.draft_model.modules())
         assert not any(isinstance(m, Linear) and m.fp8 for m in modules)
-        assert not any(isinstance(m, Experts) and m.scales for m in modules)
+        assert not any(isinstance(m, Experts) and m.fp8 for m in modules)
         assert sum(output.spec_stats.num_draft_tokens for output in outputs) > 0
     llm.shutdown()
     return [output.outputs[0].token_ids for output in outputs]
@@ -309,15 +304,8 @@ def test_every_family(tmp_path: Path, name: str) -> None:
         # What CUDA runs without kernels of its own.
         x = torch.randn(5, experts.size, generator=torch.Generator().manual_seed(0))
         ids, weights = torch.tensor([[0, 3], [1, 2], [4, 5], [0, 1], [3, 4]]), torch.rand(5, 2)
-        out = grouped_experts(
-            x,
-            ids,
-            weights,
-            experts.gate_up_proj,
-            experts.down_proj,
-            experts.gate_and_mul,
-            scales=experts.scales,
-        )
+        assert experts.fp8 is not None
+        out = grouped_experts(x, ids, weights, *experts.fp8, experts.gate_and_mul)
         torch.testing.assert_close(out, same(x, ids, weights), atol=1e-5, rtol=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(logits_of(model), logits_of(floats), atol=1e-4, rtol=1e-4)

@@ -221,9 +221,7 @@ def _rows_at_once(shape: torch.Size) -> Iterator[tuple[int | slice, ...]]:
 
 
 def _ordered(weight: Fp8Weight, order: Tensor | None) -> Fp8Weight:
-    if order is None:
-        return weight
-    return Fp8Weight(weight.codes[order], weight.scales[order], weight.group)
+    return weight if order is None else weight.at(order)
 
 
 def _copy(to: _Into, weight: Fp8Weight) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import native
 from ..distributed.parallel import WHOLE, Shard
-from ..ops.experts.torch import ExpertScales, grouped_experts
+from ..ops.experts.torch import grouped_experts
 from ..ops.layer.activation import SWIGLU, GateAndMul
 from ..ops.layer.fp8 import Fp8Weight, multiply_floats
 from .linear import Linear
@@ -72,22 +72,21 @@ class Experts(nn.Module):
         self.gate_up_group, self.down_group = gate_up.group, down.group
 
     @property
-    def scales(self) -> ExpertScales | None:
-        """What the stacks are multiplied by, where they are FP8 codes; else None."""
+    def fp8(self) -> tuple[Fp8Weight, Fp8Weight] | None:
+        """The stacks `gate_up_proj` and `down_proj` where they are FP8, else None."""
         if self.gate_up_scales is None or self.down_scales is None:
             return None
-        return ExpertScales(
-            gate_up=self.gate_up_scales,
-            gate_up_group=self.gate_up_group,
-            down=self.down_scales,
-            down_group=self.down_group,
+        assert self.gate_up_proj is not None and self.down_proj is not None
+        return (
+            Fp8Weight(self.gate_up_proj, self.gate_up_scales, self.gate_up_group),
+            Fp8Weight(self.down_proj, self.down_scales, self.down_group),
         )
 
     def pack(self) -> None:
         """Packs every expert as `Linear.pack` does; does nothing off the CPU, nor to FP8."""
         if self.gate_up_proj is None or self.gate_up_proj.device.type != "cpu":
             return
-        if self.scales is not None:
+        if self.fp8 is not None:
             return
         assert self.down_proj is not None
         self._packed = [
@@ -126,7 +125,7 @@ class Experts(nn.Module):
         is_few = 0 < rows <= MAX_ROWS and rows * (2 * size + 64) <= MAX_RESTING_BYTES
         is_small = ids.shape[1] <= MAX_CHOICES and self.num_experts <= MAX_EXPERTS
         is_readable = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-        serves = self._serves_floats if self.scales is None else self._serves_fp8
+        serves = self._serves_floats if self.gate_up_scales is None else self._serves_fp8
         if not (is_few and is_small and is_readable and serves(x)):
             return None
         return native.kernels(x)
@@ -148,7 +147,7 @@ class Experts(nn.Module):
         self, kernels: Any, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None
     ) -> Tensor:
         """`forward` by two kernels, which pass over the experts of other ranks."""
-        between, scales = self.gate_and_mul, self.scales
+        between = self.gate_and_mul
         in_place = residual is not None and not torch.is_grad_enabled()
         out = residual if residual is not None and in_place else torch.empty_like(x)
         kernels.experts(
@@ -156,10 +155,10 @@ class Experts(nn.Module):
             (ids - self.first if self.first else ids).contiguous(),
             weights.contiguous(),
             self.gate_up_proj,
-            None if scales is None else scales.gate_up,
+            self.gate_up_scales,
             self.gate_up_group,
             self.down_proj,
-            None if scales is None else scales.down,
+            self.down_scales,
             self.down_group,
             between.is_gelu,
             math.inf if between.limit is None else between.limit,
@@ -177,10 +176,8 @@ class Experts(nn.Module):
         if not x.is_cuda:
             return self._expert_by_expert(x, ids, weights)
         assert self.gate_up_proj is not None and self.down_proj is not None
-        stacked = self.gate_up_proj, self.down_proj
-        return grouped_experts(
-            x, ids, weights, *stacked, self.gate_and_mul, self.total, self.scales
-        )
+        gate_up, down = self.fp8 or (self.gate_up_proj, self.down_proj)
+        return grouped_experts(x, ids, weights, gate_up, down, self.gate_and_mul, self.total)
 
     def _expert_by_expert(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Runs the experts that were chosen, each over its rows.
@@ -200,13 +197,12 @@ class Experts(nn.Module):
         if self._packed:
             first, second = self._packed[expert]
             return second(self.gate_and_mul(first(x)))
+        if (held := self.fp8) is not None:
+            gate_up, down = (stack.at(expert) for stack in held)
+            return multiply_floats(self.gate_and_mul(multiply_floats(x, gate_up)), down)
         assert self.gate_up_proj is not None and self.down_proj is not None
-        gate_up, down, scales = self.gate_up_proj[expert], self.down_proj[expert], self.scales
-        if scales is None:
-            return F.linear(self.gate_and_mul(F.linear(x, gate_up)), down)
-        up_codes = Fp8Weight(gate_up, scales.gate_up[expert], scales.gate_up_group)
-        down_codes = Fp8Weight(down, scales.down[expert], scales.down_group)
-        return multiply_floats(self.gate_and_mul(multiply_floats(x, up_codes)), down_codes)
+        inner = self.gate_and_mul(F.linear(x, self.gate_up_proj[expert]))
+        return F.linear(inner, self.down_proj[expert])
 
 
 def _packed(weight: Tensor) -> Linear:

@@ -95,7 +95,7 @@ class Linear(nn.Module):
             rest = Linear(self.in_features, self.out_features - first, bias=False)
         rest.weight = nn.Parameter(self.weight[first:], requires_grad=False)
         if (held := self.fp8) is not None:
-            rest.hold_fp8(Fp8Weight(held.codes[first:], held.scales[first:], held.group))
+            rest.hold_fp8(held.at(slice(first, None)))
         if self.bias is not None:
             rest.bias = nn.Parameter(self.bias[first:], requires_grad=False)
         return rest

@@ -7,7 +7,6 @@ group, softmax scores and no bias it is the classic one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -90,45 +89,26 @@ def normed_router_logits(x: Tensor, norm: Norm, weight: Tensor) -> tuple[Tensor,
     return normed, router_logits(normed, weight)
 
 
-@dataclass(frozen=True)
-class ExpertScales:
-    """What the FP8 (e4m3) codes of stacked experts are multiplied by.
-
-    The value of a weight is code * scale[expert, row, column // group]. On CUDA 16 divides a group,
-    unless it is the whole row.
-    """
-
-    gate_up: Tensor  # [E, 2I, ceil(D / gate_up_group)] float32
-    gate_up_group: int  # columns that share a scale; D where a row has one
-    down: Tensor  # [E, D, ceil(I / down_group)] float32
-    down_group: int
-
-
 def grouped_experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
+    gate_up: Tensor | Fp8Weight,
+    down: Tensor | Fp8Weight,
     gate_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
     total: int | None = None,
-    scales: ExpertScales | None = None,
 ) -> Tensor:
     """As `Experts.forward`, by two grouped products over the rows sorted by expert.
 
     On CUDA with Triton the host waits for nothing.
 
     Args:
+        gate_up: [E, 2I, D]. down: [E, D, I]. On CUDA 16 divides an FP8 weight's group, unless it is
+            the whole row.
         total: experts of all ranks. If more than E, an id may be E, that of an expert which is not
             here and adds nothing.
-        scales: of weights that are FP8 codes; None for float weights.
     """
-    gate_up: Tensor | Fp8Weight = gate_up_proj
-    down: Tensor | Fp8Weight = down_proj
-    if scales is not None:
-        gate_up = Fp8Weight(gate_up_proj, scales.gate_up, scales.gate_up_group)
-        down = Fp8Weight(down_proj, scales.down, scales.down_group)
-    count = gate_up_proj.shape[0]
+    count = (gate_up.codes if isinstance(gate_up, Fp8Weight) else gate_up).shape[0]
     total = total or count
     has_others = total > count
     rows, ends, positions = sort_by_expert(ids, count + has_others)
@@ -170,8 +150,8 @@ def _one_expert_at_a_time(x: Tensor, weight: Fp8Weight, ends: Tensor) -> Tensor:
     out, begin = x.new_zeros(x.shape[0], weight.codes.shape[1]), 0
     for expert, end in enumerate(ends.tolist()):
         if end > begin:
-            own = Fp8Weight(weight.codes[expert], weight.scales[expert], weight.group)
-            product = F.linear(x[begin:end].float(), dequantize(own, torch.float32))
+            own = dequantize(weight.at(expert), torch.float32)
+            product = F.linear(x[begin:end].float(), own)
             out[begin:end] = product.to(x.dtype)
         begin = end
     return out

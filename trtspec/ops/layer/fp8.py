@@ -27,7 +27,10 @@ MAX_ROWS = 256
 
 
 class Fp8Weight(NamedTuple):
-    """A weight [out, in]: value(r, c) = codes[r, c] * scales[r, c // group]."""
+    """A weight [out, in]: value(r, c) = codes[r, c] * scales[r, c // group].
+
+    A stack of weights, as of experts, has one dimension more, before these.
+    """
 
     codes: Tensor  # [out, in] float8_e4m3fn
     scales: Tensor  # [out, ceil(in / group)] float32
@@ -37,6 +40,10 @@ class Fp8Weight(NamedTuple):
     def by_rows(self) -> bool:
         """Whether each row has one scale."""
         return self.scales.shape[-1] == 1
+
+    def at(self, index: int | slice | Tensor) -> Fp8Weight:
+        """Returns some rows of a weight, or some weights of a stack."""
+        return Fp8Weight(self.codes[index], self.scales[index], self.group)
 
 
 class Fp8Rows(NamedTuple):
