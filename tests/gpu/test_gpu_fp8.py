@@ -19,6 +19,7 @@ from torch import Tensor
 from trtspec.layers import fused
 from trtspec.layers.linear import Linear
 from trtspec.layers.norm import RMSNorm
+from trtspec.ops.layer.activation import SWIGLU
 from trtspec.ops.layer.fp8 import FP8, Fp8Weight, dequantize, quantize, quantize_rows
 from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
 
@@ -83,7 +84,7 @@ def test_swiglu(group: int | None, size: tuple[int, int], served: list[str]) -> 
     for rows in (1, 5, 8):
         x = _random(rows, size[0])
         gate, up = _product(_taken(x, layer, norm), layer).chunk(2, dim=-1)
-        _close(fused.swiglu(x, layer, norm), F.silu(gate) * up)
+        _close(fused.gated(x, layer, norm, SWIGLU), F.silu(gate) * up)
     assert served == ["linear_gated"] * 3
 
 
@@ -165,7 +166,7 @@ def test_an_mlp_is_its_layers(rows: int) -> None:
     gate, value = _product(_taken(hidden, up, norm), up).chunk(2, dim=-1)
     inner = (F.silu(gate) * value).to(torch.bfloat16)
     expected = _product(_taken(inner, down), down) + hidden.double()
-    out = fused.swiglu_mlp(hidden, up, down, norm, adds=True)
+    out = fused.gated_mlp(hidden, up, down, norm, SWIGLU, adds=True)
     assert out.data_ptr() == hidden.data_ptr()
     error = (out.double() - expected).abs()
     assert error.max() < 0.05 * expected.abs().max()  # codes near a tie may go the other way

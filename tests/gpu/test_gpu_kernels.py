@@ -17,6 +17,7 @@ from trtspec.layers import fused
 from trtspec.layers.linear import Linear
 from trtspec.layers.norm import RMSNorm
 from trtspec.metadata import SpecMetadata
+from trtspec.ops.layer.activation import GateAndMul
 from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
 from trtspec.ops.tokens import greedy as choose
 from trtspec.ops.tokens import markov_walk
@@ -212,14 +213,14 @@ def test_gated(
     dtype: torch.dtype, size: tuple[int, int], bias: bool, is_gelu: bool, served: list[str]
 ) -> None:
     layer, norm = _linear(*size, dtype, bias), _norm(size[0], dtype)
-    gelu = partial(F.gelu, approximate="tanh")
-    gated, activation = (fused.geglu, gelu) if is_gelu else (fused.swiglu, F.silu)
+    between = GateAndMul(is_gelu)
+    activation = partial(F.gelu, approximate="tanh") if is_gelu else F.silu
     most = _most_rows(size, True)
     counts = [rows for rows in (1, 5, 8, 20, 40, 80, 90) if rows <= most]
     for rows in counts:
         x = _random(rows, size[0], dtype=dtype)
         gate, up = _product(_exact(x, norm), layer).chunk(2, dim=-1)
-        _close(gated(x, layer, norm), activation(gate) * up)
+        _close(fused.gated(x, layer, norm, between), activation(gate) * up)
     assert served == (["linear_gated"] * len(counts) if dtype == torch.bfloat16 else [])
 
 

@@ -13,6 +13,7 @@ from trtspec.layers import fused
 from trtspec.layers.linear import Linear
 from trtspec.layers.norm import RMSNorm
 from trtspec.ops.layer import fp8
+from trtspec.ops.layer.activation import SWIGLU
 from trtspec.ops.layer.fp8 import (
     FP8,
     LARGEST,
@@ -187,7 +188,7 @@ def test_an_mlp_of_codes(adds: bool, has_bias: bool) -> None:
     hidden = torch.randn(20, 64, device=DEVICE)
     gate, value = up(norm(hidden)).chunk(2, dim=-1)
     expected = down(torch.nn.functional.silu(gate) * value) + (hidden if adds else 0.0)
-    out = fused.swiglu_mlp(hidden.clone(), up, down, norm, adds)
+    out = fused.gated_mlp(hidden.clone(), up, down, norm, SWIGLU, adds)
     # Codes near a tie may go the other way.
     assert float((out - expected).abs().max() / expected.abs().max()) < 0.05
     assert float((out - expected).abs().mean() / expected.abs().mean()) < 0.01
@@ -210,7 +211,7 @@ def test_a_normed_row_is_rounded_once(rows: int) -> None:
     exact = _exact_rows(quantize_rows(x, norm)) @ _exact(weight).T
     gate, up = exact.chunk(2, dim=-1)
     expected = torch.nn.functional.silu(gate) * up
-    error = (fused.swiglu(x, layer, norm).double() - expected).abs()
+    error = (fused.gated(x, layer, norm, SWIGLU).double() - expected).abs()
     assert bool((error <= 2.0**-6 * (expected.abs() + 0.1)).all())  # of bf16
 
 

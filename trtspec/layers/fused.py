@@ -8,7 +8,7 @@ it is the operations one after the other (`ops/layer/`). A decoder layer is four
                    │                    attention
                    └─── + ◀── o_proj ◀──────┘                                 linear, residual
                         │
-                        ├─▶ norm ▸ gate_up_proj ▸ silu(gate) * up             swiglu, geglu
+                        ├─▶ norm ▸ gate_up_proj ▸ silu(gate) * up             gated, gated_mlp
                         └─── + ◀── down_proj ◀──┘                             linear, residual
 
 So the pieces of a decoder do not call their norms and do not add. The contract is:
@@ -31,7 +31,7 @@ from torch import Tensor
 from .. import native
 from ..distributed.comm import ALONE
 from ..ops.layer import cublaslt, fp8
-from ..ops.layer.activation import clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from ..ops.layer.activation import GateAndMul
 from ..ops.layer.copy import copy_rows
 from ..ops.layer.fp8 import Fp8Rows
 from ..ops.layer.rope import CacheWrite, Rope, rope_and_write
@@ -170,25 +170,26 @@ def _of_codes(
     return fp8.rescale(product, by, dtype, residual)
 
 
-def swiglu_mlp(
+def gated_mlp(
     hidden: Tensor,
     gate_up: Linear,
     down: Linear,
     norm: RMSNorm,
+    between: GateAndMul,
     adds: bool,
     copy_to: Tensor | None = None,
 ) -> Tensor:
-    """Returns down(silu(gate) * up), [T, D], of gate_up(norm(hidden)).
+    """Returns down(between(gate_up(norm(hidden)))), [T, D].
 
     Args:
         adds: to hidden, in its memory.
         copy_to: as of `linear`.
     """
-    residual = hidden if adds else None
-    if not (_multiplies_codes(gate_up) and _multiplies_codes(down)) or (
+    residual, is_swiglu = hidden if adds else None, not between.is_gelu and between.limit is None
+    if not (is_swiglu and _multiplies_codes(gate_up) and _multiplies_codes(down)) or (
         _kernels((hidden,), gate_up, (norm,)) is not None
     ):
-        inner = swiglu(hidden, gate_up, norm)
+        inner = gated(hidden, gate_up, norm, between)
         return linear((inner,), down, residual=residual, in_place=adds, copy_to=copy_to)
     weight = gate_up.fp8
     assert weight is not None
@@ -203,30 +204,17 @@ def swiglu_mlp(
     return out
 
 
-def swiglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
-    """Returns silu(gate) * up, [T, I], where layer(norm(x)) is gate and up."""
-    return _gated(x, layer, norm, is_gelu=False)
-
-
-def geglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
-    """Returns gelu(gate) * up, [T, I], where layer(norm(x)) is gate and up."""
-    return _gated(x, layer, norm, is_gelu=True)
-
-
-def _gated(x: Tensor, layer: Linear, norm: RMSNorm, is_gelu: bool) -> Tensor:
-    kernels = _kernels((x,), layer, (norm,))
-    is_served = not is_gelu or layer.fp8 is None  # gelu of FP8 products was not measured
+def gated(x: Tensor, layer: Linear, norm: RMSNorm, between: GateAndMul) -> Tensor:
+    """Returns between(layer(norm(x))), [T, I], of a layer whose outputs are gate and up."""
+    kernels = _kernels((x,), layer, (norm,)) if between.limit is None else None
+    is_served = not between.is_gelu or layer.fp8 is None  # gelu of FP8 products was not measured
     if kernels is None or layer.out_features % 16 or not is_served:
-        gate_up = linear((x,), layer, (norm,))
-        return gelu_tanh_and_mul(gate_up) if is_gelu else silu_and_mul(gate_up)
+        return between(linear((x,), layer, (norm,)))
     out = x.new_empty(x.shape[0], layer.out_features // 2)
-    kernels.linear_gated(x, norm.weight, norm.eps, norm.offset, *_weight(layer), is_gelu, out)
+    kernels.linear_gated(
+        x, norm.weight, norm.eps, norm.offset, *_weight(layer), between.is_gelu, out
+    )
     return out
-
-
-def clamped_swiglu(x: Tensor, layer: Linear, norm: RMSNorm, limit: float) -> Tensor:
-    """As `swiglu`, with both factors clamped as `clamped_silu_and_mul` does."""
-    return clamped_silu_and_mul(linear((x,), layer, (norm,)), limit)
 
 
 def qkv_rope_and_write(

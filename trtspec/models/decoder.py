@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -37,21 +36,13 @@ from ..attention.images import attend
 from ..distributed.comm import ALONE
 from ..distributed.logits import ShardedLogits
 from ..layers.embedding import Embedding, embed
-from ..layers.fused import (
-    Inputs,
-    Norms,
-    clamped_swiglu,
-    geglu,
-    linear,
-    qkv_rope_and_write,
-    swiglu,
-    swiglu_mlp,
-)
+from ..layers.fused import Inputs, Norms, gated_mlp, linear, qkv_rope_and_write
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
 from ..layers.vocabulary import sharded, vocabulary_head
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
+from ..ops.layer.activation import gate_and_mul
 from ..ops.layer.copy import copy_rows
 from ..ops.layer.norm import add_normed
 from ..ops.layer.rope import CacheWrite, Rope, apply_rope, rope_and_write
@@ -228,21 +219,15 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(size, 2 * inner, config.mlp_bias, parallel.shard())
         ranks = parallel.comm if sums else ALONE
         self.down_proj = Linear(inner, size, config.mlp_bias, parallel.shard(1), ranks)
-        self.gated = geglu if config.activation == "gelu_tanh" else swiglu
-        if config.swiglu_limit is not None:
-            assert self.gated is swiglu
-            self.gated = partial(clamped_swiglu, limit=config.swiglu_limit)
+        self.gate_and_mul = gate_and_mul(config.activation, config.swiglu_limit)
 
     def forward(
         self, hidden: Tensor, norm: RMSNorm, adds: bool = True, copy_to: Tensor | None = None
     ) -> Tensor:
         """hidden + MLP(norm(hidden)), [T, D], in hidden's memory; `adds=False` without hidden.
         `copy_to` [T, D] takes it too."""
-        if self.gated is swiglu:
-            return swiglu_mlp(hidden, self.gate_up_proj, self.down_proj, norm, adds, copy_to)
-        inner = self.gated(hidden, self.gate_up_proj, norm)
-        residual = hidden if adds else None
-        return linear((inner,), self.down_proj, (), residual, in_place=adds, copy_to=copy_to)
+        gate_up, down = self.gate_up_proj, self.down_proj
+        return gated_mlp(hidden, gate_up, down, norm, self.gate_and_mul, adds, copy_to)
 
 
 def feed_forward(config: DecoderConfig, layer: int) -> MLP | MoE | MoEBesideMLP:

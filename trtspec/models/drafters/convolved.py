@@ -19,7 +19,6 @@ from ...attention.base import AttentionBackend
 from ...layers.fused import linear
 from ...layers.linear import Linear
 from ...metadata.attention import AttentionMetadata
-from ...ops.layer.activation import gate_and_mul
 from ...ops.layer.convolution import convolve_blocks
 from ...ops.layer.rope import Rope
 from ..config import DecoderConfig
@@ -68,7 +67,6 @@ class ConvolvedLayer(DecoderLayer):
         super().__init__(config, layer, backend, kv_group)
         self.attention_conv = BlockConvolution(config.hidden_size, *convolution)
         self.mlp_conv = BlockConvolution(config.hidden_size, *convolution)
-        self.gate_and_mul = gate_and_mul(config.activation, config.swiglu_limit)
 
     def forward(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata) -> Tensor:  # type: ignore[override]
         """hidden, the residual stream [T, H] -> the stream after this layer, a new tensor."""
@@ -88,4 +86,4 @@ class ConvolvedLayer(DecoderLayer):
         """The MLP of rows that are normed already."""
         mlp = self.mlp
         assert isinstance(mlp, MLP)
-        return linear((self.gate_and_mul(linear((x,), mlp.gate_up_proj)),), mlp.down_proj)
+        return linear((mlp.gate_and_mul(linear((x,), mlp.gate_up_proj)),), mlp.down_proj)
