@@ -93,47 +93,69 @@ class TorchAttention(AttentionBackend):
         one_by_one = num_seqs == 1 and q.device.type == "cpu" and q.dtype != torch.float32
         key = ("generation", cached.kv_group, cached.window)
         if key not in meta.derived:
-            first = meta.num_contexts
-            seqs = slice(first, first + num_seqs)
+            seqs = slice(meta.num_contexts, meta.num_contexts + num_seqs)
             indices, length = _gather_indices(meta, cached.kv_group, seqs)
             of_generations = slice(meta.num_context_tokens, None)
             mask = _mask(meta, of_generations, length, cached.window, q.dtype)  # [G*R, S]
-            mask = mask.view(num_seqs, rows, 1, 1, -1).transpose(1, 2)  # [G, 1, R, 1, S]
             if one_by_one:
-                mask = mask.view(rows, 1, 1, -1)
-            else:
-                mask = mask.expand(-1, -1, -1, per_kv, -1).flatten(2, 3)  # [G, 1, R*Hq/Hkv, S]
+                mask = mask[:, None, None]  # [R, 1, 1, S]
+            else:  # [G, 1, R*Hq/Hkv, S]
+                mask = mask.repeat_interleave(per_kv, dim=0).view(num_seqs, 1, rows * per_kv, -1)
             meta.derived[key] = indices, mask
         indices, mask = meta.derived[key]
         keys, values = (
             x.view(num_seqs, -1, kv_heads, dim).transpose(1, 2)  # [G, Hkv, S, D]
             for x in _gather(cached, indices, q)
         )
-        scale, softcap, sinks = cached.scale, cached.softcap, cached.sinks
-        if sinks is not None:
-            sinks = sinks.view(kv_heads, per_kv)
+        grouped = q.view(num_seqs, rows, kv_heads, per_kv, dim)
         if one_by_one:
-            keys, values = keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1)
-            grouped = q.view(rows, kv_heads, per_kv, dim)
-            unused = -per_kv % _ALIGNED_GROUP
-            if unused:
-                grouped = F.pad(grouped, (0, 0, 0, unused))
-                sinks = sinks if sinks is None else F.pad(sinks, (0, unused))
-            length, outs = keys.shape[2], []
-            for part, n in _shown_lengths(meta, cached.kv_group, length):
-                some, k, v, seen = grouped, keys, values, mask
-                if part is not None:
-                    some, k, v, seen = some[part], k[part], v[part], seen[part]
-                if n < length:
-                    k, v, seen = k[:, :, :n], v[:, :, :n], seen[..., :n]
-                outs.append(masked_attention(some, k, v, seen, scale, softcap, sinks))
-            out = (outs[0] if len(outs) == 1 else torch.cat(outs))[:, :, :per_kv, :value_dim]
-            return out.reshape(rows, q_heads, value_dim)
-        grouped = q.view(num_seqs, rows, kv_heads, per_kv, dim).transpose(1, 2).flatten(2, 3)
-        sinks = sinks if sinks is None else sinks.repeat(1, rows)
-        out = masked_attention(grouped, keys, values, mask, scale, softcap, sinks)
-        out = out.view(num_seqs, kv_heads, rows, per_kv, dim).transpose(1, 2)
+            out = _one_by_one(grouped[0], keys, values, mask, meta, cached)
+        else:
+            out = _folded(grouped, keys, values, mask, cached)
         return out[..., :value_dim].reshape(num_seqs * rows, q_heads, value_dim)
+
+
+def _folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cached: CachedLayer) -> Tensor:
+    """Attends with the rows and heads that share keys as one matrix.
+
+    Args:
+        q: [G, R, Hkv, Hq/Hkv, D], as what is returned.
+        k, v: [G, Hkv, S, D]. mask: [G, 1, R*Hq/Hkv, S].
+    """
+    rows, kv_heads = q.shape[1:3]
+    sinks = cached.sinks
+    if sinks is not None:
+        sinks = sinks.view(kv_heads, -1).repeat(1, rows)
+    matrices = q.transpose(1, 2).flatten(2, 3)
+    out = masked_attention(matrices, k, v, mask, cached.scale, cached.softcap, sinks)
+    return out.unflatten(2, (rows, -1)).transpose(1, 2)
+
+
+def _one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, meta: AttentionMetadata, cached: CachedLayer
+) -> Tensor:
+    """Attends for a lone request on the CPU, each row a batch entry by itself.
+
+    Args:
+        q: [R, Hkv, Hq/Hkv, D], as what is returned.
+        k, v: [1, Hkv, S, D]. mask: [R, 1, 1, S].
+    """
+    rows, kv_heads, per_kv = q.shape[:3]
+    sinks = None if cached.sinks is None else cached.sinks.view(kv_heads, per_kv)
+    if unused := -per_kv % _ALIGNED_GROUP:
+        q = F.pad(q, (0, 0, 0, unused))
+        sinks = sinks if sinks is None else F.pad(sinks, (0, unused))
+    k, v = k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)
+    length, outs = k.shape[2], []
+    for part, shown in _shown_lengths(meta, cached.kv_group, length):
+        some = q, k, v, mask
+        if part is not None:
+            some = q[part], k[part], v[part], mask[part]
+        if shown < length:
+            own, keys, values, seen = some
+            some = own, keys[:, :, :shown], values[:, :, :shown], seen[..., :shown]
+        outs.append(masked_attention(*some, cached.scale, cached.softcap, sinks))
+    return (outs[0] if len(outs) == 1 else torch.cat(outs))[:, :, :per_kv]
 
 
 def masked_attention(
