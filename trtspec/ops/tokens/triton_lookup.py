@@ -108,6 +108,10 @@ def look_up(history: Tensor, lens: Tensor, earlier: Earlier | None, lookup: Look
     """As its twin. L * lookup.longest is below 2^31."""
     rows, size = history.shape
     device, num_drafts = history.device, lookup.max_draft_len
+    ring_size = buckets = 0
+    if earlier is not None:
+        ring_size, buckets = earlier.ring.tokens.shape[0], earlier.ring.newest.shape[1] - 1
+        earlier = earlier._replace(owners=earlier.owners.contiguous())
     in_text, in_ring = (triton.next_power_of_2(n) for n in (lookup.num_in_text, lookup.num_in_ring))
     scores = _scores(history, lens, lookup.longest, lookup.shortest, in_text, False)
     found = Continuation(
@@ -115,28 +119,18 @@ def look_up(history: Tensor, lens: Tensor, earlier: Earlier | None, lookup: Look
         match_lens=torch.empty(rows, dtype=torch.int64, device=device),
         worth=torch.empty(rows, dtype=torch.float32, device=device),
     )
-    # Without a ring the kernel reads none of these.
-    ring = (history,) * 5 if earlier is None else earlier.ring
     _vote_kernel[(rows,)](
         history,
         lens,
         scores,
-        ring,
-        lens if earlier is None else earlier.owners.contiguous(),
+        earlier,
+        lookup,
         found,
         history.stride(0),
         size,
         scores.shape[1],
-        0 if earlier is None else earlier.ring.tokens.shape[0],
-        0 if earlier is None else earlier.ring.newest.shape[1] - 1,
-        lookup.longest,
-        lookup.shortest,
-        lookup.num_in_text,
-        lookup.num_in_ring,
-        num_drafts,
-        lookup.decay,
-        lookup.least,
-        HAS_RING=earlier is not None,
+        ring_size,
+        buckets,
         SCORES=triton.next_power_of_2(scores.shape[1]),
         IN_TEXT=in_text,
         IN_RING=in_ring,
@@ -326,22 +320,14 @@ def _vote_kernel(
     history_ptr,
     lens_ptr,
     scores_ptr,
-    ring,
-    owners_ptr,
+    earlier,  # None: there are no earlier texts
+    lookup,
     found,
     stride,
     size,
     num_scores,
     ring_size,
     buckets,
-    longest,
-    shortest,
-    num_in_text,
-    num_in_ring,
-    num_drafts,
-    decay,
-    least,
-    HAS_RING: tl.constexpr,
     SCORES: tl.constexpr,
     IN_TEXT: tl.constexpr,
     IN_RING: tl.constexpr,
@@ -355,24 +341,25 @@ def _vote_kernel(
     text = history_ptr + row * stride
     length = tl.load(lens_ptr + row).to(tl.int32)
     i, c, k = tl.arange(0, SCORES), tl.arange(0, IN_TEXT), tl.arange(0, DRAFTS)
+    num_drafts = lookup.max_draft_len
     is_draft = k < num_drafts
 
     scores = tl.load(scores_ptr + row * num_scores + i, mask=i < num_scores, other=-1)
     best = _take_best(scores, IN_TEXT)
-    is_match = (best >= 0) & (c < num_in_text)
+    is_match = (best >= 0) & (c < lookup.num_in_text)
     ends = tl.maximum(best, 0) % size
     lens = tl.where(is_match, best // size, 0)
     inside = is_match[:, None] & is_draft[None, :]
     places = _following(text, ends[:, None], length, size, k[None, :])
     tokens = tl.load(places, mask=inside, other=-1)
-    worth, drafts, match_len = _best_of(lens, tokens, num_drafts, decay, least, IN_TEXT, DRAFTS)
-    if HAS_RING:
-        owner_0, owner_1 = tl.load(owners_ptr + row * 2), tl.load(owners_ptr + row * 2 + 1)
-        ends = _ends_in_ring(ring, text, length, owner_0, ring_size, buckets, num_in_ring, IN_RING)
+    worth, drafts, match_len = _best_of(lens, tokens, lookup, IN_TEXT, DRAFTS)
+    if earlier is not None:
+        ring, owner = earlier.ring, earlier.owners + row * 2
+        owner_0, owner_1 = tl.load(owner), tl.load(owner + 1)
+        ends = _ends_in_ring(ring, text, length, owner_0, ring_size, buckets, lookup, IN_RING)
         lens = _lens_in_ring(
-            ring, ends, text, length, (owner_0, owner_1), ring_size, longest, shortest,
-            IN_RING, LONGEST,
-        )  # fmt: skip
+            ring, ends, text, length, (owner_0, owner_1), ring_size, lookup, IN_RING, LONGEST
+        )
         at = (tl.maximum(ends, 0)[:, None] + 1 + k[None, :]) % ring_size
         inside = (lens > 0)[:, None] & is_draft[None, :]
         tokens = tl.load(ring.tokens + at, mask=inside, other=0) - 1
@@ -381,7 +368,7 @@ def _vote_kernel(
         lens = tl.where(first_end == 0, 0, lens)
         tokens = tl.where(k[None, :] < first_end[:, None], tokens, -1)
         of_ring, of_ring_drafts, of_ring_len = _best_of(
-            lens, tokens, num_drafts, decay, least, LANES * IN_RING, DRAFTS
+            lens, tokens, lookup, LANES * IN_RING, DRAFTS
         )
         if of_ring > worth:
             worth, drafts, match_len = of_ring, of_ring_drafts, of_ring_len
@@ -391,7 +378,7 @@ def _vote_kernel(
 
 
 @triton.jit
-def _best_of(lens, tokens, num_drafts, decay, least, COUNT: tl.constexpr, DRAFTS: tl.constexpr):
+def _best_of(lens, tokens, lookup, COUNT: tl.constexpr, DRAFTS: tl.constexpr):
     """Returns what the best match [COUNT] is worth, its drafts [DRAFTS] and its length: `vote`."""
     c, k = tl.arange(0, COUNT), tl.arange(0, DRAFTS)
     votes = tl.zeros((COUNT, DRAFTS), tl.float32)
@@ -405,13 +392,13 @@ def _best_of(lens, tokens, num_drafts, decay, least, COUNT: tl.constexpr, DRAFTS
             counts = length >= lens
             votes += (counts[:, None] & (k[None, :] < agreed[:, None])).to(tl.float32)
             voters += counts.to(tl.float32)
-    is_draft = (tokens >= 0) & (k < num_drafts)[None, :]
+    is_draft = (tokens >= 0) & (k < lookup.max_draft_len)[None, :]
     known = tl.min(tl.where(is_draft, DRAFTS, k[None, :]), 1)  # before the first that is none
     length = tl.maximum(lens, 1).to(tl.float32)
     depth = (k + 1).to(tl.float32)
     chances = votes / tl.maximum(voters, 1.0)[:, None]
-    chances *= length[:, None] / (length[:, None] + decay * depth[None, :])
-    is_taken = (k[None, :] < known[:, None]) & (lens > 0)[:, None] & (chances >= least)
+    chances *= length[:, None] / (length[:, None] + lookup.decay * depth[None, :])
+    is_taken = (k[None, :] < known[:, None]) & (lens > 0)[:, None] & (chances >= lookup.least)
     chances = tl.where(is_taken, chances, 0.0)
     worths = tl.sum(chances, 1)
     worth, best = tl.max(worths, 0), tl.argmax(worths, 0)
@@ -440,9 +427,7 @@ def bucket_of(hashed, buckets):
 
 
 @triton.jit
-def _ends_in_ring(
-    ring, text, length, owner, ring_size, buckets, num_in_ring, IN_RING: tl.constexpr
-):
+def _ends_in_ring(ring, text, length, owner, ring_size, buckets, lookup, IN_RING: tl.constexpr):
     """Returns positions with the hash of the text's last n-grams, by size, then by age; -1: none.
 
     A lane has the n-grams of one size.
@@ -461,7 +446,7 @@ def _ends_in_ring(
     links = tl.load(first, mask=is_lane, other=0).to(tl.int64)
     end, age = tl.load(ring.end), tl.full((LANES,), -1, tl.int64)
     ends = tl.full((LANES, IN_RING), -1, tl.int64)
-    for i in range(num_in_ring):
+    for i in range(lookup.num_in_ring):
         older = (end - links + ring_size) % ring_size  # the last token of the last text has 0
         links = tl.where((links > 0) & (older > age), links, 0)
         age = older
@@ -473,9 +458,8 @@ def _ends_in_ring(
 
 @triton.jit
 def _lens_in_ring(
-    ring, ends, text, length, owner, ring_size, longest, shortest, IN_RING: tl.constexpr,
-    LONGEST: tl.constexpr,
-):  # fmt: skip
+    ring, ends, text, length, owner, ring_size, lookup, IN_RING: tl.constexpr, LONGEST: tl.constexpr
+):
     """Returns how many of the text's last tokens agree with those at `ends`.
 
     It is 0 where that is no match of this size of n-grams, or another owner's text.
@@ -484,7 +468,7 @@ def _lens_in_ring(
     is_known, ends = ends >= 0, tl.maximum(ends, 0)
     at = (ends[:, None] - back[None, :] + ring_size) % ring_size
     stored = tl.load(ring.tokens + at, mask=is_known[:, None], other=0) - 1
-    is_token = (back < longest) & (back < length)
+    is_token = (back < lookup.longest) & (back < length)
     last = tl.load(text + length - 1 - back, mask=is_token, other=-1)
     agrees = (stored == last[None, :]) & (stored >= 0) & is_token[None, :]
     lens = tl.min(tl.where(agrees, LONGEST, back[None, :]), 1)
@@ -492,6 +476,6 @@ def _lens_in_ring(
     is_own = tl.load(page) == owner[0]
     is_own &= tl.load(page + 1) == owner[1]
     # A longer match is found by its own size of n-grams too.
-    least = tl.maximum(size_of(lane), shortest)
+    least = tl.maximum(size_of(lane), lookup.shortest)
     is_longer = (lane < NUM_SIZES - 1) & (lens >= 2 * size_of(lane))
     return tl.where(is_known & is_own & (lens >= least) & (is_longer == 0), lens, 0)
