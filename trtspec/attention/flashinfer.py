@@ -118,7 +118,7 @@ class FlashInferAttention(TritonAttention):
             refusal = self._xqa_refusal(shape)
             self._takes[shape] = refusal is None
             heads = shape.q_heads, shape.kv_heads
-            _log("XQA", "Triton", refusal, rows=shape.rows, heads=heads, dim=shape.dim)
+            _log("XQA", refusal, rows=shape.rows, heads=heads, dim=shape.dim)
         if not self._takes[shape] or _changes_scores(cached):
             return super()._generation(q, meta, cached)
         lengths, mask = _xqa_rows(meta, capacity)
@@ -173,17 +173,18 @@ class FlashInferAttention(TritonAttention):
 
     # -- contexts ----------------------------------------------------------------------------------
     def _takes_contexts(self, q: Tensor, cached: CachedLayer) -> bool:
-        shape = "contexts", q.shape[1], cached.kv_heads, q.shape[2], q.dtype
+        heads, dim = (q.shape[1], cached.kv_heads), q.shape[2]
+        shape = "contexts", heads, dim, q.dtype
         if shape not in self._takes:
             refusal = None
             if self.capability < (8, 0):
                 refusal = f"compute capability {self.capability[0]}.{self.capability[1]}"
             elif q.dtype not in HALF_DTYPES:
                 refusal = f"dtype {str(q.dtype).removeprefix('torch.')}"
-            elif q.shape[2] not in HEAD_DIMS:
-                refusal = f"head size {q.shape[2]}"
+            elif dim not in HEAD_DIMS:
+                refusal = f"head size {dim}"
             self._takes[shape] = refusal is None
-            _log("prefill", "Triton", refusal, heads=(shape[1], shape[2]), dim=shape[3])
+            _log("prefill", refusal, heads=heads, dim=dim)
         return self._takes[shape]
 
     def _plan(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> _Plan:
@@ -347,13 +348,13 @@ def _rows_kernel(  # type: ignore[no-untyped-def]  # the language is Triton's
         tl.store(mask_ptr + (seq * rows + row) * words + word, bits, mask=is_row)
 
 
-def _log(kernel: str, instead: str, refusal: str | None, **shape: Any) -> None:
+def _log(kernel: str, refusal: str | None, **shape: Any) -> None:
     what = ", ".join(f"{name} {value}" for name, value in shape.items())
     if refusal is None:
         logger.info("FlashInfer's %s serves %s; it is compiled at first use.", kernel, what)
     else:
         logger.warning(
-            "FlashInfer's %s does not serve %s (%s): %s does.", kernel, what, refusal, instead
+            "FlashInfer's %s does not serve %s (%s): Triton does.", kernel, what, refusal
         )
 
 
