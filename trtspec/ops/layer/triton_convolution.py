@@ -32,7 +32,6 @@ def convolve_blocks(
         size // dynamic.shape[2],
         block,
         TAPS=base.shape[0],
-        ADDS=residual is not None,
         WIDTH=width,
         num_warps=4,
         **dependent_launch(x),
@@ -55,7 +54,6 @@ def _convolve_kernel(
     group,
     block,
     TAPS: tl.constexpr,
-    ADDS: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -72,7 +70,7 @@ def _convolve_kernel(
         base = tl.load(base_ptr + tap * size + c, mask=inside, other=0.0).to(tl.float32)
         at = row * dynamic_row + tap * dynamic_tap + c // group
         total += x * (base + tl.load(dynamic_ptr + at, mask=inside, other=0.0).to(tl.float32))
-    if ADDS:
+    if residual_ptr is not None:
         added = tl.load(residual_ptr + row * residual_row + c, mask=inside, other=0.0)
         total += added.to(tl.float32)
     tl.store(out_ptr + row * size + c, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -12,30 +12,23 @@ BLOCK = 1024
 
 
 def mask_logits(logits: Tensor, masks: Tensor, d2t: Tensor | None) -> Tensor:
-    rows, vocab = logits.shape
-    logits, out = (
-        logits.contiguous(),
-        torch.empty_like(logits, memory_format=torch.contiguous_format),
-    )
-    if rows == 0:
-        return out
-    grid = (triton.cdiv(vocab, BLOCK), rows)
-    has_map = d2t is not None
-    _mask_kernel[grid](
-        logits, masks, d2t if has_map else masks, out, vocab, masks.stride(0), has_map, BLOCK
-    )
+    """As its twin."""
+    (rows, vocab), logits = logits.shape, logits.contiguous()
+    out = torch.empty_like(logits)
+    if rows:
+        grid = (triton.cdiv(vocab, BLOCK), rows)
+        _mask_kernel[grid](logits, masks, d2t, out, vocab, masks.stride(0), BLOCK)
     return out
 
 
 @triton.jit
-def _mask_kernel(
-    logits, masks, d2t, out, vocab, stride, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr
-):
+def _mask_kernel(logits, masks, d2t, out, vocab, stride, BLOCK: tl.constexpr):
+    """BLOCK logits of one row."""
     row = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < vocab
     token = entry.to(tl.int64)
-    if HAS_MAP:
+    if d2t is not None:
         token += tl.load(d2t + entry, mask=inside, other=0)
     word = tl.load(masks + row * stride + token // 32, mask=inside, other=0)
     value = tl.load(logits + row * vocab + entry, mask=inside, other=0.0)

@@ -14,10 +14,12 @@ BLOCK = 1024
 
 
 def write_to_host(tensor: Tensor, host: Tensor) -> None:
+    """As its twin."""
     _copy(tensor.contiguous(), host[: tensor.shape[0]])
 
 
 def read_from_host(tensor: Tensor, host: Tensor) -> None:
+    """As its twin."""
     _copy(host[: tensor.shape[0]], tensor)
 
 
