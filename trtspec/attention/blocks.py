@@ -54,11 +54,10 @@ class BlockPass(DensePass):
         row = torch.arange(anchors.shape[1] * block, device=device)
         number, self._place = row // block, row % block
         self._anchors = anchors[:, number]  # [N * G, A / G * block], of each row
-        base = torch.arange(self.length, device=device)
+        self._base = torch.arange(self.length, device=device)
         documents = document_ids.gather(1, self._anchors)
-        self._base = base
         self._before = (documents[:, :, None] == document_ids[:, None, :]) & (
-            base < self._anchors[:, :, None]
+            self._base < self._anchors[:, :, None]
         )
         self._own = number[:, None] == number[None, :]
 

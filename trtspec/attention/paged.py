@@ -79,7 +79,8 @@ class TritonAttention(TorchAttention):
         if cached.is_latent:
             return latent_attention(q, meta, cached)
         rows, size = meta.num_context_tokens, _context_tile(q, cached)
-        if rows and not size and meta.last_context_rows is not None:
+        is_padded = meta.last_context_rows is not None
+        if rows and not size and is_padded:
             raise ConfigError(
                 f"{q.shape[1]} query heads on {cached.kv_heads} KV heads are too many for a graph "
                 "of prompts: set CudaGraphConfig(context_tokens=())."
@@ -87,7 +88,6 @@ class TritonAttention(TorchAttention):
         if not rows or not size:
             return super()._attend(q, meta, cached)
         tables = Tables(blocks=meta.block_tables[cached.kv_group], positions=meta.position_ids)
-        is_padded = meta.last_context_rows is not None
         # Codes are left to the other kernel, which finds NaN in earlier rows of the pass.
         has_few_rows = meta.num_contexts == 1 and rows <= min(FEW_ROWS, size)
         if is_padded and has_few_rows and cached.k_scales is None:
@@ -134,8 +134,7 @@ def _zeroed(q: Tensor, meta: AttentionMetadata) -> Tensor:
     key = "attention of prompts", q.shape, q.dtype
     if key not in meta.derived:
         meta.derived[key] = torch.zeros_like(q, memory_format=CONTIGUOUS)
-    out: Tensor = meta.derived[key]
-    return out
+    return meta.derived[key]
 
 
 def _most_rows(q: Tensor, cached: CachedLayer) -> int:
@@ -172,7 +171,7 @@ def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -
         PREFETCH=pairs < MULTIPROCESSORS,  # with more, DRAM is busy and asking early costs
     )
     most_parts = cut.most_parts(num_seqs, layer, table_width)
-    parts = Parts.empty(most_parts, cut, q.device)
+    parts = Parts.empty(most_parts, cut.BLOCK_M, cut.BLOCK_D, q.device)
     _partial_kernel[(most_parts,)](
         queries,
         _cache(cached),
@@ -368,12 +367,8 @@ def _csrc_blocks(layer: Layer, tiles: int, tables: Tables) -> ContextBlocks:
 
 def _parts_of(blocks: ContextBlocks, layer: Layer, tiles: Tensor) -> Parts:
     """Returns room for the sums of parts, if there are several."""
-    groups = len(tiles) * layer.kv_heads
-    shape = (groups * blocks.PARTS if blocks.PARTS > 1 else 0), blocks.BLOCK_M
-    return Parts(
-        acc=torch.empty((*shape, blocks.BLOCK_D), dtype=torch.float32, device=tiles.device),
-        stats=torch.empty((*shape, 2), dtype=torch.float32, device=tiles.device),
-    )
+    count = len(tiles) * layer.kv_heads * blocks.PARTS if blocks.PARTS > 1 else 0
+    return Parts.empty(count, blocks.BLOCK_M, blocks.BLOCK_D, tiles.device)
 
 
 def _context_parts(groups: int) -> int:

@@ -135,10 +135,9 @@ class Parts(NamedTuple):
     stats: Tensor  # [parts, BLOCK_M, 2] float32, the largest score and the sum of weights
 
     @classmethod
-    def empty(cls, count: int, cut: Cut, device: torch.device) -> Parts:
-        shape = count, cut.BLOCK_M, cut.BLOCK_D
-        acc = torch.empty(shape, dtype=torch.float32, device=device)
-        return cls(acc, torch.empty((*shape[:2], 2), dtype=torch.float32, device=device))
+    def empty(cls, count: int, block_m: int, block_d: int, device: torch.device) -> Parts:
+        acc = torch.empty((count, block_m, block_d), dtype=torch.float32, device=device)
+        return cls(acc, torch.empty((count, block_m, 2), dtype=torch.float32, device=device))
 
 
 class Part(NamedTuple):

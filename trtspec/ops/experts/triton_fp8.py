@@ -19,7 +19,7 @@ from torch import Tensor
 from ..launch.triton import after_previous, dependent_launch
 from ..layer.fp8 import Fp8Weight
 from ..layer.triton_fp8 import as_read, codes_to, is_quick
-from .triton import find_tile
+from .triton import TileShape, find_tile
 
 
 class Tiles(NamedTuple):
@@ -32,14 +32,6 @@ class Tiles(NamedTuple):
     BY_ROWS: bool
     QUICK: bool
     PRECISION: str
-
-
-class TileShape(NamedTuple):
-    rows: int
-    columns: int
-    depth: int
-    stages: int
-    warps: int
 
 
 def grouped_matmul(x: Tensor, weight: Fp8Weight, ends: Tensor, average: float) -> Tensor:
@@ -83,12 +75,13 @@ def grouped_matmul(x: Tensor, weight: Fp8Weight, ends: Tensor, average: float) -
 
 
 def _tile(rows_per_expert: float, dtype: torch.dtype) -> TileShape:
+    """As `triton.py`'s."""
     if dtype == torch.float32:
-        return TileShape(16 if rows_per_expert < 12 else 64, 64, 32, stages=3, warps=4)
+        return TileShape(16 if rows_per_expert < 12 else 64, 64, 32)
     if rows_per_expert < 12:
-        return TileShape(16, 64, 128, stages=4, warps=4)
+        return TileShape(16, 64, 128, stages=4)
     if rows_per_expert < 32:
-        return TileShape(32, 64, 128, stages=4, warps=4)
+        return TileShape(32, 64, 128, stages=4)
     if rows_per_expert < 96:
         return TileShape(64, 128, 64, stages=4, warps=8)
     return TileShape(128, 128, 64, stages=4, warps=8)

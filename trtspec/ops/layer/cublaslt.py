@@ -342,12 +342,12 @@ class _Product:
         self.weight = layout(size.size, size.out)
         self.x, self.out = layout(size.size, size.rows), layout(size.out, size.rows)
 
-    def algorithms(self, most: int = 64) -> list[_Algorithm]:
+    def algorithms(self) -> list[_Algorithm]:
         """Returns what the heuristic proposes, its favourite first, with and without a workspace.
 
         Parts of sums are added in fp32.
         """
-        library = self.library
+        library, most = self.library, 64
         found: dict[bytes, _Algorithm] = {}
         for workspace in (WORKSPACE, 0):
             preference, results, count = c_void_p(), (_Algorithm * most)(), c_int()

@@ -3,25 +3,13 @@
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch.triton import after_previous, dependent_launch
-
-
-class LogitRows(NamedTuple):
-    """Logits [R, V] and the stride between rows."""
-
-    x: Tensor
-    row: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> LogitRows:
-        return cls(x, x.stride(0))
+from ..layer.triton_norm import Rows
 
 
 def draft_loss_(
@@ -33,8 +21,8 @@ def draft_loss_(
     best = torch.empty(count, dtype=torch.int64, device=logits.device)
     chance = torch.empty_like(loss)
     _draft_loss_kernel[(count,)](
-        LogitRows.of(logits),
-        LogitRows.of(teacher),
+        Rows.of(logits),
+        Rows.of(teacher),
         rows,
         counts,
         loss,
