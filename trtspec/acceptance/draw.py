@@ -66,7 +66,7 @@ class DraftSampler:
                 self.seeds,
                 last_positions,
                 depth,
-                None if self.memory is None else self.slots,
+                self.slots,
                 self.memory,
             )
         logits = torch.where(logits.isnan(), float("-inf"), logits)

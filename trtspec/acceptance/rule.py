@@ -167,16 +167,15 @@ def sampled_kernel(
         return None
     if sampling.temperatures.shape[0] != candidates.logits.shape[0]:
         return None
-    memory = candidates.memory if is_remembered else None
     return kernels.accept_sampled(
         candidates.logits,
         candidates.drafts,
         candidates.num_contexts,
         candidates.max_draft_len,
         sampling,
+        slots=candidates.step.slot_ids,
+        memory=candidates.memory if is_remembered else None,
         forced_len=forced_len,
-        memory=memory,
-        slots=None if memory is None else candidates.step.slot_ids,
         is_block=is_block,
     )
 

@@ -149,7 +149,7 @@ def draw_drafts(
     seeds: Tensor,
     last_positions: Tensor,
     depth: int,
-    slots: Tensor | None,
+    slots: Tensor,
     memory: DraftMemory | None,
 ) -> Tensor:
     """Does what `DraftSampler.draw` does: draft logits [B, Vd] -> target ids [B] int32."""
@@ -161,7 +161,6 @@ def draw_drafts(
     tokens = torch.empty(batch, dtype=torch.int32, device=device)
     launch, remembered, stream = dependent_launch(logits), None, int(NoiseStream.TARGET)
     if memory is not None:
-        assert slots is not None
         remembered, stream = memory_of(memory, slots), of_depth(NoiseStream.DRAFT, depth)
     rows = _DraftRows(
         logits=logits,

@@ -53,9 +53,9 @@ def accept_sampled(
     max_draft_len: int,
     sampling: SamplingMetadata,
     *,
-    forced_len: int = 0,
+    slots: Tensor,
     memory: DraftMemory | None = None,
-    slots: Tensor | None = None,
+    forced_len: int = 0,
     is_block: bool = False,
 ) -> Accepted:
     """Chooses tokens and accepts drafts in a batch with sampled requests.
@@ -65,9 +65,10 @@ def accept_sampled(
     Args:
         logits: [C + G*(K'+1), V]. drafts: [G, K'] int32, -1 is none.
         max_draft_len: K >= K'. sampling: one row per row of logits.
+        slots: [B] int64, in the memory.
+        memory: what the drafts were drawn from. None: drafts are accepted while they are the
+            target's sample.
         forced_len: accept this many tokens in every generation, at most K'+1; 0 is off.
-        memory, slots: what the drafts were drawn from, and its slots [B]. None: drafts are accepted
-            while they are the target's sample.
         is_block: judge the drafts of a step together.
     """
     (generations, num_drafts), device = drafts.shape, logits.device
@@ -101,7 +102,6 @@ def accept_sampled(
     )
     remembered = None
     if memory is not None:
-        assert slots is not None
         remembered = memory_of(memory, slots)
         step = step._replace(scales=torch.empty(batch, dtype=torch.float32, device=device))
         _judge(rows, step, remembered, out, sizes, is_block, launch)
