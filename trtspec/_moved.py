@@ -70,7 +70,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "multimodal": ("api.embeds_prompt",),
     "ops.accept": ("ops.tokens.accept",),
     "ops.activation": ("ops.layer.activation",),
-    "ops.choose": ("ops.tokens.greedy",),
+    "ops.choose": ("ops.tokens.greedy", "ops.step.window"),
     "ops.cublaslt": ("ops.layer.cublaslt",),
     "ops.dispatch": ("ops.launch.dispatch",),
     "ops.drafting": ("ops.step.rows", "ops.padded.torch"),

@@ -19,6 +19,7 @@ from trtspec.layers.norm import RMSNorm
 from trtspec.metadata import SpecMetadata
 from trtspec.ops.layer.activation import GateAndMul
 from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
+from trtspec.ops.step.window import update_window
 from trtspec.ops.tokens import greedy as choose
 from trtspec.ops.tokens import markov_walk
 from trtspec.ops.tokens.markov_walk import MarkovTables
@@ -585,7 +586,7 @@ def test_window(size: int, served: list[str]) -> None:
     last, slots = (torch.tensor(x, device="cuda") for x in ([1, 9, 19], [2, 0, 4]))
     kept = torch.zeros(5, 3, size, dtype=torch.bfloat16, device="cuda")
     tokens = torch.full((5, 3), -7, device="cuda")
-    choose.update_window(hidden, ids, last, slots, kept, tokens)
+    update_window(hidden, ids, last, slots, kept, tokens)
     for row, slot in (([0, 0, 1], 2), ([7, 8, 9], 0), ([17, 18, 19], 4)):
         assert torch.equal(kept[slot], hidden[row]) and torch.equal(tokens[slot], ids[row])
     assert not kept[[1, 3]].any() and (tokens[[1, 3]] == -7).all()
@@ -596,5 +597,5 @@ def test_empty_windows_are_left_alone(served: list[str]) -> None:
     """Vanilla MTP with one module keeps none."""
     hidden, ids = _random(20, 12), torch.arange(20, device="cuda")
     last, slots = (torch.tensor(x, device="cuda") for x in ([1, 9, 19], [2, 0, 4]))
-    choose.update_window(hidden, ids, last, slots, hidden.new_empty(5, 0, 12), ids.new_empty(5, 0))
+    update_window(hidden, ids, last, slots, hidden.new_empty(5, 0, 12), ids.new_empty(5, 0))
     assert served == ["update_window"]

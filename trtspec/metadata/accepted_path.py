@@ -18,7 +18,7 @@ Code that relies on it, and what a tree of drafts would change:
 | a head's proposing row, its position (`workers/`) | this record | this record |
 | the same in kernels (`ops/step/`: shift, masks, two tokens) | row + n | rows of the path |
 | tokens after rows (`workers/heads.py`) | row i reads token i+1 | the next one on the path |
-| windows of vanilla MTP (`ops/tokens/`: update_window) | rows before the last | rows of the path |
+| windows of vanilla MTP (`ops/step/`: update_window) | rows before the last | rows of the path |
 | next step's lengths (`ops/step/`: save_step) | certain position + n | the same |
 | the KV cache's ledger (`state/kv_cache.py`) | the path's KV is in place | it moves first |
 | acceptance (`acceptance/`, `ops/tokens/`) | row i judges draft i+1 | a draft's parent judges it |

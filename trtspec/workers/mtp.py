@@ -27,7 +27,7 @@ from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import finish_drafts
 from ..ops.step.slots import slot_mapping
-from ..ops.tokens.greedy import update_window
+from ..ops.step.window import update_window
 from ..utils import to_device
 from .base import SpecWorkerBase
 from .eagle3 import Eagle3OneModelWorker
