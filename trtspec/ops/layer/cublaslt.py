@@ -152,16 +152,16 @@ def _choose(size: Size, weight: Tensor) -> _Algorithm | None:
     if _library() is None:
         return None
     try:
-        path = _path(weight.device.index)
+        path, name = _path(weight.device.index), str(size)
         known = _read(path)
-        if str(size) not in known or not _is_usable(known[str(size)], size, weight):
-            best = _measure(size, weight)
-            now = _read(path)  # what another process wrote meanwhile stays
-            if str(size) not in known:
-                best = now.get(str(size), best)
-            known = now | {str(size): best}
-            _write(path, known)
-        return known[str(size)]
+        if name in known and _is_usable(known[name], size, weight):
+            return known[name]
+        best = _measure(size, weight)
+        now = _read(path)  # what another process wrote meanwhile stays
+        if name not in known:
+            best = now.get(name, best)
+        _write(path, now | {name: best})
+        return best
     except (OSError, RuntimeError, AttributeError) as error:
         logger.warning("Products of %s are cuBLAS's choice, none was measured: %s", size, error)
         return None

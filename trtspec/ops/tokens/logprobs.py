@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """One row per logits row of a step; N alternatives."""
 
     own: Tensor  # [R] float32, of the token chosen at the row
@@ -20,24 +19,16 @@ class TokenLogprobs:
 
     def rows(self, count: int) -> TokenLogprobs:
         """Returns the first `count` rows."""
-        return TokenLogprobs(
-            self.own[:count], self.ranks[:count], self.top_ids[:count], self.top[:count]
-        )
+        return TokenLogprobs(*(tensor[:count] for tensor in self))
 
     @staticmethod
     def joined(parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
         """Returns the rows of all parts."""
-        return TokenLogprobs(
-            torch.cat([part.own for part in parts]),
-            torch.cat([part.ranks for part in parts]),
-            torch.cat([part.top_ids for part in parts]),
-            torch.cat([part.top for part in parts]),
-        )
+        return TokenLogprobs(*(torch.cat(of_parts) for of_parts in zip(*parts, strict=True)))
 
     def to_host(self) -> TokenLogprobs:
         """Copies it to the CPU; on CUDA the host does not wait."""
-        tensors = self.own, self.ranks, self.top_ids, self.top
-        return TokenLogprobs(*(t.to("cpu", non_blocking=True) for t in tensors))
+        return TokenLogprobs(*(tensor.to("cpu", non_blocking=True) for tensor in self))
 
 
 def token_logprobs(
