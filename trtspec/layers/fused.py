@@ -74,13 +74,13 @@ def linear(
 ) -> Tensor:
     """Returns layer(normed inputs) + residual, [T, out].
 
+    Where several ranks have parts of the sum, the first adds the residual to its own. Use what is
+    returned: the residual's memory is then spent, and may hold a part of the sum.
+
     Args:
         layer: a `Linear`, or any module that maps [T, in] to [T, out].
         in_place: the sum takes the residual's memory.
         copy_to: [T, out] that takes the sum too.
-
-    Where several ranks have parts of the sum, the first adds the residual to its own. Use what is
-    returned: the residual's memory is then spent, and may hold a part of the sum.
     """
     is_alone = getattr(layer, "sums_over", ALONE).size == 1
     of_part = copy_to if is_alone else None

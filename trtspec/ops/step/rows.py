@@ -372,8 +372,16 @@ def limit_drafts(
 
 @twin(_DRAFT_KERNELS)
 def next_new_tokens(accepted: Tensor, lens: Tensor, drafts: Tensor, max_draft_len: int) -> Tensor:
-    """Builds the next step's input: accepted [B, K'+1] int32, lens [B] int32, drafts [B, n] ->
-    [last accepted, drafts] int32, with -1 up to K drafts."""
+    """Builds the next step's input: each request's last accepted token, then its drafts.
+
+    Args:
+        accepted: [B, K'+1] int32; lens: [B] int32.
+        drafts: [B, n] int.
+        max_draft_len: K.
+
+    Returns:
+        [B, max(K, n) + 1] int32, -1 behind the drafts.
+    """
     last, missing = last_accepted(accepted, lens), max_draft_len - drafts.shape[1]
     tokens = torch.cat([last[:, None], drafts], dim=1).to(torch.int32)
     return nn.functional.pad(tokens, (0, missing), value=-1) if missing > 0 else tokens

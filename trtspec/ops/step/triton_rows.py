@@ -99,7 +99,15 @@ def step(
     seq_lens: Tensor | None = None,
     num_rows: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor, Tensor | None]:
-    """`draft_step` (with `tokens`) and `step_slots_and_lens` (with `seq_lens`, `num_rows`).
+    """Guards positions, and finds their slots and KV lengths: `draft_step`, `step_slots_and_lens`.
+
+    Args:
+        positions: [B, R] int.
+        advance: added to them.
+        tokens: [B, R] int, of `draft_step`.
+        seq_lens: [B] int32, the KV lengths of the rows before, of `step_slots_and_lens`. None: a
+            length is the last row's position + 1.
+        num_rows: of the pass, at least B: those beyond are padding. None is B.
 
     Returns:
         (positions, slots per group, KV lengths, tokens as int64), R rows per request.
