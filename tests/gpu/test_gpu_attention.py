@@ -114,7 +114,7 @@ def attend(case: Case, way: Way) -> Tensor:
     out = torch.empty_like(q)
     layer, queries = paged._arguments(q, cached, out)
     assert layer.dim == way.dim
-    args = native.kernels(q), queries, cached.k_slots, cached.v_slots, tables, layer, rows
+    args = native.kernels(q), queries, cached, tables, layer, rows
     csrc_kernels.attend_clusters(*args, way.cluster)
     return out
 

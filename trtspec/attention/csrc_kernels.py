@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import native
+from .base import CachedLayer
 from .split_kv import Layer, Queries, Tables
 
 TILE_KEYS = 16
@@ -37,24 +38,23 @@ MANY_GROUPS = 64  # these have two blocks each at most: with more, Triton's kern
 LARGER = Cluster(1, 8), Cluster(2, 8), Cluster(4, 8), Cluster(8, 8)
 
 
-def attend(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer, rows: int) -> bool:
+def attend(queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer, rows: int) -> bool:
     """Writes the attention of generations' rows into `queries.out` if the kernel serves them.
 
     Args:
-        k, v: [slots, Hkv, D].
         rows: of each request, or at most where the tables have `starts`.
 
     Returns:
         Whether it does.
     """
-    module = _module(queries, k, v, tables, layer, rows)
+    module = _module(queries, cached, tables, layer, rows)
     if module is None:
         return False
     groups = tables.blocks.shape[0] * layer.kv_heads
     keys = tables.blocks.shape[1] * layer.page_size
     for cluster in (best_cluster(layer, groups, rows), *LARGER):
         if keys <= cluster.most_keys and (groups < MANY_GROUPS or cluster.size <= 2):
-            attend_clusters(module, queries, k, v, tables, layer, rows, cluster)
+            attend_clusters(module, queries, cached, tables, layer, rows, cluster)
             return True
     return False
 
@@ -77,9 +77,9 @@ def best_cluster(layer: Layer, groups: int, rows: int) -> Cluster:
     return next(sizes, Cluster(1, 4))
 
 
-def _module(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer, rows: int) -> Any:
+def _module(queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer, rows: int) -> Any:
     """Returns the module with the kernels if they can read these, else None."""
-    q = queries.q
+    q, k, v = queries.q, cached.k_slots, cached.v_slots
     is_plain = layer.cap == 0 and queries.sinks is None and tables.firsts is None
     fits = layer.dim in (64, 128) and rows * layer.per_kv <= MAX_PAIRS and queries.scale > 0
     if not (is_plain and fits and layer.page_size % TILE_KEYS == 0 and q.is_cuda):
@@ -96,11 +96,12 @@ def is_readable(x: Tensor) -> bool:
 
 
 def attend_clusters(
-    module: Any, queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer, rows: int,
+    module: Any, queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer, rows: int,
     cluster: Cluster,
 ) -> None:  # fmt: skip
     """`attend`, by a cluster of thread blocks for each group."""
     module.attend_clusters(
-        queries.q, k, v, tables.blocks, tables.positions, tables.starts, rows, layer.page_size,
-        layer.window, queries.scale, cluster.size, cluster.warps, queries.out,
+        queries.q, cached.k_slots, cached.v_slots, tables.blocks, tables.positions, tables.starts,
+        rows, layer.page_size, layer.window, queries.scale, cluster.size, cluster.warps,
+        queries.out,
     )  # fmt: skip

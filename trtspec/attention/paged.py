@@ -156,7 +156,7 @@ def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -
     num_seqs, table_width = tables.blocks.shape
     out = torch.empty_like(q)
     layer, queries = _arguments(q, cached, out)
-    if csrc_kernels.attend(queries, cached.k_slots, cached.v_slots, tables, layer, rows):
+    if csrc_kernels.attend(queries, cached, tables, layer, rows):
         return out
     pairs, tile = num_seqs * layer.kv_heads, triton.next_power_of_2(rows * layer.per_kv)
     block_n, programs = _cut(pairs, _block_d(layer.dim), q.dtype)
