@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..launch.triton import after_previous, dependent_launch
 from .rows import BlockRows, MaskedRows
-from .triton_rows import BLOCK, Accepted, Grid, ints
+from .triton_rows import BLOCK, AcceptedTokens, Grid, ints
 
 
 def shift_for_drafting(
@@ -24,7 +24,7 @@ def shift_for_drafting(
     ids = ints(accepted, num_seqs * rows)
     last_rows, positions = (ints(accepted, num_seqs) for _ in range(2))
     _shift_kernel[(num_seqs,)](
-        Accepted(accepted, accepted.stride(0), lens),
+        AcceptedTokens.of(accepted, lens),
         position_ids,
         ids,
         last_rows,
@@ -69,7 +69,7 @@ def last_two_tokens(
     _last_two_kernel[(triton.cdiv(num_seqs, BLOCK),)](
         input_ids,
         position_ids,
-        Accepted(accepted, accepted.stride(0), lens),
+        AcceptedTokens.of(accepted, lens),
         certain,
         tokens,
         positions,
@@ -139,7 +139,7 @@ def masked_rows(
     )
     masked = _Masked(position_ids, certain, num_rows, num_proposals, mask_token, offset)
     _masked_rows_kernel[(num_seqs,)](
-        Accepted(accepted, accepted.stride(0), lens),
+        AcceptedTokens.of(accepted, lens),
         masked,
         out,
         num_seqs,
@@ -205,7 +205,7 @@ def block_rows(
         last_positions=ints(accepted, num_seqs),
     )
     _block_rows_kernel[(num_seqs,)](
-        Accepted(accepted, accepted.stride(0), lens),
+        AcceptedTokens.of(accepted, lens),
         _Block(position_ids, certain, num_rows, num_proposals, mask_token),
         out,
         num_seqs,
@@ -394,7 +394,7 @@ def next_new_tokens(accepted: Tensor, lens: Tensor, drafts: Tensor, max_draft_le
     columns = max(max_draft_len, num_drafts) + 1
     out = ints(accepted, num_seqs, columns, dtype=torch.int32)
     _next_new_kernel[(num_seqs,)](
-        Accepted(accepted, accepted.stride(0), lens),
+        AcceptedTokens.of(accepted, lens),
         Grid.of(drafts),
         num_drafts,
         out,

@@ -38,12 +38,16 @@ class Grid(NamedTuple):
         return cls(x, *x.stride())
 
 
-class Accepted(NamedTuple):
+class AcceptedTokens(NamedTuple):
     """A step's accepted tokens."""
 
     tokens: Tensor  # [B, K+1] int32, -1 past the length
     stride: int  # from row to row
     lens: Tensor  # [B] int32
+
+    @classmethod
+    def of(cls, tokens: Tensor, lens: Tensor) -> AcceptedTokens:
+        return cls(tokens, tokens.stride(0), lens)
 
 
 class KvGroups(NamedTuple):
@@ -380,7 +384,7 @@ def save_step(
     """Writes the next step's inputs to the slots."""
     num_seqs, columns = new_tokens.shape
     rows = position_ids.shape[0] // max(num_seqs, 1)
-    new = Accepted(new_tokens, new_tokens.stride(0), lens)
+    new = AcceptedTokens.of(new_tokens, lens)
     slots = _Slots(next_tokens, next_tokens.stride(0), past_lens)
     _save_kernel[(num_seqs,)](
         slot_ids,
