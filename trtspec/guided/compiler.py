@@ -207,7 +207,7 @@ class GrammarCompiler:
                 )
             return compiler.compile_json_schema(schema)
         if params.kind == "regex":
-            _check_regex(params.regex or "")
+            _check_regex(params.regex or "", "GuidedDecodingParams.regex")
             return compiler.compile_regex(params.regex)
         if params.kind == "grammar":
             return compiler.compile_grammar(params.grammar)
