@@ -148,15 +148,21 @@ def _engine(
     config: DecodingBaseConfig | None = None
     if kind == "eagle3":
         config = EagleDecodingConfig(
-            max_draft_len=k, speculative_model=head_dir, eagle3_one_model=mode != "eagle3"
+            max_draft_len=k,
+            speculative_model=head_dir,
+            eagle3_one_model=mode != "eagle3",
+            quant=args.draft_quant,
         )
     elif kind in ("dflash", "dflash2"):
-        config = DFlashDecodingConfig(max_draft_len=k, speculative_model=head_dir)
+        config = DFlashDecodingConfig(
+            max_draft_len=k, speculative_model=head_dir, quant=args.draft_quant
+        )
     elif kind == "mtp":
         config = MTPDecodingConfig(
             num_nextn_predict_layers=k,
             use_mtp_vanilla=mode == "mtp",
             mtp_eagle_one_model=mode != "mtp_eagle",
+            quant=args.draft_quant,
         )
     elif mode == "sa":
         config = SADecodingConfig(max_draft_len=k)
@@ -258,7 +264,7 @@ def _measure(
         bytes_read = {
             "target_weights": model.target_weight_bytes(batch * (k + 1), args.quant == "fp8"),
             "target_kv": batch * model.kv_bytes(context) / (2 if _has_fp8_cache(args) else 1),
-            "draft_weights": model.draft_weight_bytes(kind, k, batch),
+            "draft_weights": model.draft_weight_bytes(kind, k, batch, args.draft_quant == "fp8"),
             "draft_kv": batch * model.kv_bytes(context, layers_that_attend),
         }
         row["bytes"] = bytes_read
@@ -303,8 +309,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--quant",
         choices=("fp8",),
-        help="the target's layers in FP8; its lm_head and draft heads stay in bfloat16",
+        help="the target's layers in FP8; its lm_head stays in bfloat16",
     )
+    parser.add_argument("--draft-quant", choices=("fp8",), help="large products of heads in FP8")
     parser.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="the target's keys"
     )

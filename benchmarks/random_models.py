@@ -29,6 +29,7 @@ from trtspec.checkpoints.heads import load as head_weights
 from trtspec.checkpoints.heads.dflash_config import default_target_layers
 from trtspec.checkpoints.heads.eagle_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from trtspec.checkpoints.hf_config import parse_config
+from trtspec.checkpoints.place import PRODUCTS_OF_HEADS
 from trtspec.checkpoints.tensors import TensorSource
 from trtspec.checkpoints.weights import placements
 from trtspec.models.config import DecoderConfig
@@ -37,6 +38,8 @@ from trtspec.models.kv_layout import kv_group_specs, kv_locations
 
 Shapes = dict[str, tuple[int, ...]]
 ITEM_SIZE = 2  # bytes of bfloat16, which all weights and keys are
+FP8_OF_HEADS = *PRODUCTS_OF_HEADS, "gate_proj", "up_proj", "experts"
+"""What checkpoints call the weights that a quantised head has in FP8."""
 MAX_DRAFT_VOCAB = 32_000
 DFLASH_LAYERS = 5
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
@@ -317,34 +320,38 @@ class Model:
         ends = c.vocab_size * c.hidden_size * ITEM_SIZE
         return self._bytes(shapes, rows) / (2 if is_fp8 else 1) + ends
 
-    def draft_weight_bytes(self, kind: str, num_passes: int, batch: int) -> float:
+    def draft_weight_bytes(
+        self, kind: str, num_passes: int, batch: int, is_fp8: bool = False
+    ) -> float:
         """Of all passes of a step, with one row for a request in each. kind: "eagle3", "mtp",
-        "dflash", "dflash2", or anything else for no drafter."""
+        "dflash", "dflash2", or anything else for no drafter. `is_fp8`: `PRODUCTS_OF_HEADS` are."""
         c = self.decoder
         if kind in ("dflash", "dflash2"):  # one pass, and keys and values of the context
             shapes = self.dflash_head(num_passes + 1, kind).shapes
             shapes = {n: s for n, s in shapes.items() if "codebook" not in n}  # a few rows of it
             context = {n: s for n, s in shapes.items() if "k_proj" in n or "v_proj" in n}
             ends = c.vocab_size * c.hidden_size * ITEM_SIZE
-            return self._bytes(shapes, batch) + self._bytes(context, batch) + ends
+            return self._bytes(shapes, batch, is_fp8) + self._bytes(context, batch) + ends
         if kind == "mtp":  # the target's lm_head, at each pass
             ends = c.vocab_size * c.hidden_size * ITEM_SIZE
             prefix = f"model.layers.{c.num_layers}."
             shapes = _below(prefix, self.target(1).shapes)
-            return num_passes * (self._bytes(shapes, batch) + ends)
+            return num_passes * (self._bytes(shapes, batch, is_fp8) + ends)
         if kind == "eagle3":
             shapes = {n: s for n, s in self.eagle3_head().shapes.items() if n != "d2t"}
             fc = {"fc.weight": shapes.pop("fc.weight")}  # in the first pass alone
-            return self._bytes(fc, batch) + num_passes * self._bytes(shapes, batch)
+            return self._bytes(fc, batch) + num_passes * self._bytes(shapes, batch, is_fp8)
         return 0
 
-    def _bytes(self, shapes: Shapes, rows: int) -> float:
+    def _bytes(self, shapes: Shapes, rows: int, is_fp8_head: bool = False) -> float:
         """With as many experts as are expected, if each row chooses at random."""
         moe, total = self.decoder.moe, 0.0
         for name, shape in shapes.items():
             share = 1.0
             if moe is not None and ".experts." in name:
                 share = 1 - (1 - moe.experts_per_token / moe.num_experts) ** rows
+            if is_fp8_head and any(f"{product}." in name for product in FP8_OF_HEADS):
+                share /= 2
             total += ITEM_SIZE * math.prod(shape) * share
         return total
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import pytest
+import steady
 import torch
 import torch.nn.functional as F
 from test_gpu_kernels import (
@@ -14,8 +18,21 @@ from test_gpu_kernels import (
     _random,
     served,  # noqa: F401
 )
+from tiny import tiny_model_dir
+from tiny_dflash import dflash_dir
+from tiny_heads import SIZE, eagle3_dir
 from torch import Tensor
 
+from trtspec import (
+    LLM,
+    CudaGraphConfig,
+    DFlashDecodingConfig,
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    SamplingParams,
+)
+from trtspec.checkpoints import place
+from trtspec.config import DecodingBaseConfig
 from trtspec.layers import fused
 from trtspec.layers.linear import Linear
 from trtspec.layers.norm import RMSNorm
@@ -181,3 +198,58 @@ def test_few_and_many_rows_have_the_same_codes(size: tuple[int, int]) -> None:
     many = fused.linear((x,), layer, (norm,))
     few = torch.cat([fused.linear((part,), layer, (norm,)) for part in x.split(8)])
     assert (many.float() - few.float()).abs().max() < 2**-7 * few.float().abs().max()
+
+
+# -- drafters --------------------------------------------------------------------------------------
+def _drafter(kind: str, folder: Path) -> DecodingBaseConfig:
+    if kind == "eagle3":  # rows of a multiple of 64, which csrc reads
+        head = eagle3_dir(folder, size=192, target_size=SIZE, own_embedding=True)
+        return EagleDecodingConfig(
+            max_draft_len=3, speculative_model=head, eagle3_layers_to_capture=[0, 1, 2], quant="fp8"
+        )
+    if kind == "dflash":
+        head = dflash_dir(folder, draft_vocab=40)
+        return DFlashDecodingConfig(max_draft_len=4, speculative_model=head, quant="fp8")
+    model = tiny_model_dir(folder, seed=5, hidden_size=128, num_attention_heads=4)
+    return DraftTargetDecodingConfig(max_draft_len=3, speculative_model=model, quant="fp8")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "draft_target"])
+def test_quantised_drafters(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their logits are those of the CPU with the same codes, and greedy text is the target's."""
+    target, config = tiny_model_dir(tmp_path, num_hidden_layers=6), _drafter(kind, tmp_path)
+    prompts = [[5, 9, 33, 7, 60, 2, 41], [17, 3, 8], [50, 51, 52, 53, 54]]
+    asked = SamplingParams(max_tokens=24, ignore_eos=True)
+    make = partial(LLM, target, dtype="float32", max_seq_len=64, max_batch_size=3)
+    plain = make(device="cpu").generate(prompts, asked)
+    expected = [output.outputs[0].token_ids for output in plain]
+    monkeypatch.setattr(place, "has_fp8", lambda device: True)
+    logits: dict[str, list[Tensor]] = {"cpu": [], "cuda": []}
+    for device, made in logits.items():
+        llm = make(config, device=device, cuda_graph_config=None)
+        model = llm.executor.draft_model
+        compute = model.compute_logits
+        model.compute_logits = lambda *a, made=made, compute=compute: (
+            made.append(compute(*a)) or made[-1]
+        )
+        outputs = llm.generate(prompts, asked)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert sum(isinstance(m, Linear) and m.fp8 is not None for m in model.modules()) >= 3
+    assert len(logits["cuda"]) >= 3
+    for ours, theirs in zip(logits["cuda"][:3], logits["cpu"], strict=False):
+        difference = (ours.cpu() - theirs).abs().max()
+        assert difference < 0.1 * theirs.std(), "a code may round otherwise, and no more"
+    outputs = make(config, device="cuda", cuda_graph_config=CudaGraphConfig()).generate(
+        prompts, asked
+    )
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "draft_target"])
+def test_a_step_with_a_quantised_drafter_is_one_graph_that_waits_for_nothing(
+    kind: str, tmp_path: Path
+) -> None:
+    target = tiny_model_dir(tmp_path, num_hidden_layers=6)
+    llm = steady.engine(target, _drafter(kind, tmp_path))
+    steady.launch(llm.executor)
+    steady.finish(llm.executor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,23 @@ import pytest
 import torch
 from oracle import prompt_tensors, random_prompts
 from quantized import FP8, LEFT_OUT, Tensors, compressed, other, to_blocks, write
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks
 from tiny import prefill_metadata, tiny_model_dir
+from tiny_dflash import dflash_dir
 from tiny_gemma import gemma_dir
 from tiny_gemma_moe import moe_dir
-from tiny_heads import eagle3_dir, mtp_model_dir
+from tiny_heads import eagle1_dir, eagle3_dir, mtp_model_dir
 from tiny_step import MOE as STEP_MOE
 from tiny_step import step_dir
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from trtspec import (
     LLM,
     CheckpointError,
     ConfigError,
+    DFlashDecodingConfig,
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     MTPDecodingConfig,
@@ -193,12 +196,16 @@ def texts(path: Path, config: Any = None, **options: Any) -> list[list[int]]:
     llm = LLM(path, config, device="cpu", dtype="float32", max_seq_len=64, **options)
     outputs = llm.generate(random_prompts(3), SamplingParams(max_tokens=12, ignore_eos=True))
     if config is not None:
-        modules = list(llm.executor.draft_model.modules())
-        assert not any(isinstance(m, Linear) and m.fp8 for m in modules)
-        assert not any(isinstance(m, Experts) and m.fp8 for m in modules)
+        assert not fp8_modules(llm.executor.draft_model)
         assert sum(output.spec_stats.num_draft_tokens for output in outputs) > 0
     llm.shutdown()
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def fp8_modules(model: nn.Module) -> set[str]:
+    """Returns the last names of modules whose weights are FP8."""
+    named = model.named_modules()
+    return {n.rpartition(".")[2] for n, m in named if isinstance(m, (Linear, Experts)) and m.fp8}
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
@@ -468,3 +475,96 @@ def test_drafters_over_fp8_targets(
     expected = texts(twin)
     monkeypatch.setattr(build, "weight_form", lambda quant, device: KEPT)
     assert texts(path, config) == expected
+
+
+HEADS: dict[str, tuple[Callable[[Path], Path], Callable[[Path, str | None], Any], set[str]]] = {
+    "eagle3": (
+        eagle3_dir,
+        lambda head, quant: EagleDecodingConfig(
+            max_draft_len=3, speculative_model=head, eagle3_layers_to_capture=[0, 1, 2], quant=quant
+        ),
+        {"o_proj", "gate_up_proj", "down_proj", "lm_head"},
+    ),
+    "eagle1": (
+        eagle1_dir,
+        lambda head, quant: EagleDecodingConfig(
+            max_draft_len=3, speculative_model=head, quant=quant
+        ),
+        {"o_proj", "gate_up_proj", "down_proj"},
+    ),
+    "dflash": (
+        partial(dflash_dir, draft_vocab=40),
+        lambda head, quant: DFlashDecodingConfig(
+            max_draft_len=4, speculative_model=head, quant=quant
+        ),
+        {"o_proj", "gate_up_proj", "down_proj", "lm_head"},
+    ),
+    "dflash2": (
+        partial(dflash_dir, path={}),
+        lambda head, quant: DFlashDecodingConfig(
+            max_draft_len=4, speculative_model=head, quant=quant
+        ),
+        {"o_proj", "gate_up_proj", "down_proj"},
+    ),
+    "draft_target": (
+        partial(tiny_model_dir, seed=5),
+        lambda model, quant: DraftTargetDecodingConfig(
+            max_draft_len=3, speculative_model=model, quant=quant
+        ),
+        {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
+    ),
+}  # fmt: skip
+"""Its directory, its config, and the modules whose weights `quant="fp8"` makes FP8."""
+
+
+def drafted(path: Path, config: Any, **options: Any) -> tuple[list[list[int]], list[Tensor]]:
+    """Returns the tokens of some requests, and the logits that their drafts were chosen by."""
+    llm = LLM(path, config, device="cpu", dtype="float32", max_seq_len=64, **options)
+    logits: list[Tensor] = []
+    if config is not None:
+        model = llm.executor.draft_model
+        compute_logits = model.compute_logits
+
+        def keep(*arguments: Any) -> Any:
+            logits.append(compute_logits(*arguments))
+            return logits[-1]
+
+        model.compute_logits = keep
+    outputs = llm.generate(random_prompts(4), SamplingParams(max_tokens=12, ignore_eos=True))
+    llm.shutdown()
+    return [output.outputs[0].token_ids for output in outputs], logits
+
+
+def are_close(ours: list[Tensor], others: list[Tensor]) -> bool:
+    return len(ours) == len(others) and all(
+        torch.allclose(a, b, atol=1e-4, rtol=1e-4) for a, b in zip(ours, others, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_quantised_drafter_is_one_of_the_rounded_weights(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU, and in FP8. What is generated stays the target's, on two ranks too."""
+    make, config_of, modules = HEADS[kind]
+    target = tiny_model_dir(tmp_path, num_hidden_layers=6)
+    head, twin = make(tmp_path), make(tmp_path)
+    tensors = load_file(twin / "model.safetensors")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
+    rounded = {f"{part}.weight" for module in modules for part in parts.get(module, (module,))}
+    for name, weight in tensors.items():
+        if ".".join(name.split(".")[-2:]) in rounded:
+            tensors[name] = dequantize(quantize(weight), torch.float32)
+    save_file(tensors, twin / "model.safetensors", metadata={"format": "pt"})
+    plain, _ = drafted(target, None)
+    tokens, exact = drafted(target, config_of(twin, None))
+    assert tokens == plain and exact
+    assert not are_close(drafted(target, config_of(head, None))[1], exact), "nothing is rounded"
+    for _ in ("floats with FP8's values", "FP8"):
+        tokens, logits = drafted(target, config_of(head, "fp8"))
+        assert tokens == plain and are_close(logits, exact)
+        monkeypatch.setattr(place, "has_fp8", lambda device: True)
+    assert drafted(target, config_of(head, "fp8"), tensor_parallel_size=2)[0] == plain
+    llm = LLM(target, config_of(head, "fp8"), device="cpu", dtype="float32", max_seq_len=64)
+    assert fp8_modules(llm.executor.draft_model) == modules
+    llm.shutdown()

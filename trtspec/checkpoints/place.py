@@ -1,7 +1,8 @@
 """Puts a checkpoint's tensors into a model's parameters, one by one.
 
-The products of a decoder's layers may have FP8 weights (`WeightForm`). Where FP8 is not kept,
-floats get its values: weights are the same on every device and number of ranks, to rounding.
+The products of a decoder's layers, and some of a draft head's, may have FP8 weights
+(`WeightForm`). Where FP8 is not kept, floats get its values: weights are the same on every device
+and number of ranks, to rounding.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
 
@@ -42,14 +43,29 @@ class WeightForm:
     """What the products of a decoder's layers have: each `Linear`, and experts.
 
     Not among them are the embeddings, the router, norms, per-layer inputs, `kv_b_proj` and the
-    lm_head, nor a draft head's layers: these are floats.
+    lm_head: these are floats. Of a draft head it is `PRODUCTS_OF_HEADS` and experts.
     """
 
     keeps_fp8: bool = False  # FP8 weights stay as they are; else they become floats
     quantizes: bool = False  # float weights become FP8, or get its values where it is not kept
+    is_of_head: bool = False
 
 
 FLOATS_ALONE = WeightForm()
+PRODUCTS_OF_HEADS = "o_proj", "gate_up_proj", "down_proj", "lm_head"
+"""The others read two inputs, for which there is no kernel of FP8, or make a block drafter's
+context keys and values, all layers' in one product."""
+
+
+def form_of_head(quant: str | None, device: torch.device) -> WeightForm:
+    """Returns the form of a draft head's weights.
+
+    Args:
+        quant: as in `HeadDecodingConfig`.
+    """
+    if quant is None:
+        return FLOATS_ALONE
+    return replace(weight_form(quant, device), is_of_head=True)
 
 
 def weight_form(quant: str | None, device: torch.device) -> WeightForm:
@@ -91,7 +107,7 @@ def place_tensors(
         to = into[leaf]
         if placement.expert is not None:
             to = _each(to, itemgetter(placement.expert))
-        if leaf in groups or (form.quantizes and _is_of_product(model, placement)):
+        if leaf in groups or (form.quantizes and _is_of_product(model, placement, form)):
             _place_product(to, sources[name], placement, device)
         else:
             assert isinstance(to, Tensor)
@@ -143,7 +159,7 @@ def _groups(
         return {}
     parts: dict[_Leaf, list[tuple[TensorSource, Placement]]] = defaultdict(list)
     for name, placement in placement_of.items():
-        if _is_of_product(model, placement):
+        if _is_of_product(model, placement, form):
             parts[_leaf(placement)].append((sources[name], placement))
     found = {
         leaf: _group(of_leaf, isinstance(model.get_submodule(leaf[0]), Experts), form)
@@ -154,11 +170,16 @@ def _groups(
     return {leaf: group for leaf, group in found.items() if group and leaf[0] not in floats}
 
 
-def _is_of_product(model: nn.Module, placement: Placement) -> bool:
-    in_layer = placement.module.startswith("layers.") and ".per_layer." not in placement.module
-    module = model.get_submodule(placement.module)
-    is_weight = isinstance(module, Linear) and placement.leaf == "weight"
-    return in_layer and (is_weight or isinstance(module, Experts))
+def _is_of_product(model: nn.Module, placement: Placement, form: WeightForm) -> bool:
+    """Whether a tensor is of a product that the form is about."""
+    name, module = placement.module, model.get_submodule(placement.module)
+    if isinstance(module, Experts):
+        return name.startswith("layers.")
+    if not isinstance(module, Linear) or placement.leaf != "weight":
+        return False
+    if form.is_of_head:
+        return name.rpartition(".")[2] in PRODUCTS_OF_HEADS
+    return name.startswith("layers.") and ".per_layer." not in name
 
 
 def _group(

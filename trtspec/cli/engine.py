@@ -60,6 +60,8 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
         arguments["draft_len_schedule"] = parse_schedule(options.draft_len_schedule)
     if options.max_verified_drafts is not None:
         arguments["max_verified_drafts"] = options.max_verified_drafts
+    if options.draft_quant is not None:
+        arguments["quant"] = options.draft_quant
     if mode.is_draft_target():
         if options.draft_model is None:
             raise CliError(f"{mode.name} needs a second model: give --draft-model DIR.")
@@ -134,6 +136,11 @@ def _check_companions(
         raise CliError(
             f"--draft-window was given, but --speculative {options.speculative} drafts without a "
             "head: it goes with eagle3, dflash, dspark, mtp or mtp_eagle."
+        )
+    if options.draft_quant is not None and not mode.drafts_with_network():
+        raise CliError(
+            f"--draft-quant was given, but {mode.name} drafts without a network: it goes with "
+            "eagle3, dflash, dspark, mtp, mtp_eagle or draft_target."
         )
     has_two = mode.is_eagle3() or mode.is_eagle3_one_model() or mode.is_mtp_eagle()
     if options.two_engine and not (has_two or mode.is_mtp_eagle_one_model()):

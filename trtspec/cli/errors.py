@@ -53,6 +53,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "--no-enable-prefix-caching": ("--no-block-reuse",),
     "--num-speculative-tokens": ("--max-draft-len",),
     "--quantization": ("--quant",),
+    "--speculative-draft-model-quantization": ("--draft-quant",),
     "--speculative-config": ("--speculative", "--head", "--draft-model", "--max-draft-len"),
     "--speculative-model": ("--head", "--draft-model"),
     "--target": ("--model",),

@@ -105,6 +105,12 @@ class EngineOptions:
             "config.json says (draft_window), else all.",
         ),
     ] = None
+    draft_quant: Annotated[
+        str | None,
+        typer.Option(
+            "--draft-quant", help="fp8: quantise the head's or draft model's large weights at load."
+        ),
+    ] = None
     two_engine: Annotated[
         bool,
         typer.Option("--two-engine", help="eagle3, mtp_eagle: draft in passes outside the step."),
@@ -170,7 +176,7 @@ class EngineOptions:
 
 DRAFTING = (
     "max_draft_len", "draft_len_schedule", "max_verified_drafts", "draft_model", "head",
-    "draft_window", "two_engine", "sa", "acceptance",
+    "draft_window", "draft_quant", "two_engine", "sa", "acceptance",
 )  # fmt: skip
 
 

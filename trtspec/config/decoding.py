@@ -23,6 +23,7 @@ from .fields import (
     require_int,
     require_layers,
     require_path,
+    require_quant,
 )
 from .suffix import SAEnhancerConfig, SuffixSearchConfig
 
@@ -281,12 +282,14 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
         draft_tensor_parallel_size: ranks that the draft model is cut over: all of the target's, or
             1, where every rank has all of it and drafts the same. None is all, if it can be cut.
         sa_config: suffix lookup beside the model (`SAEnhancerConfig`); None is without.
+        quant: as `EngineConfig.quant`, of the draft model.
     """
 
     speculative_model: str | os.PathLike[str] | None = None
     parallel_drafting: bool | None = None
     draft_tensor_parallel_size: int | None = None
     sa_config: SAEnhancerConfig | SADecodingConfig | None = None
+    quant: str | None = None
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.DRAFT_TARGET
     decoding_type: ClassVar[str] = "DraftTarget"
@@ -296,6 +299,7 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
         require_path(self, "speculative_model", "a model's directory or name")
         require_bool(self, "parallel_drafting", or_none=True)
         require_int(self, "draft_tensor_parallel_size", 1, None, or_none=True)
+        require_quant(self)
         resolve_lookup(self)
 
 
@@ -333,12 +337,16 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
         draft_window: each layer of the head sees this many of the last tokens at most, 65 or more;
             0 is all. None is what the head's config.json says (`draft_window`), else all. All keys
             and values are kept, so it changes neither memory nor the prefix cache.
+        quant: "fp8" quantises the head's large products as `EngineConfig.quant` does the target's:
+            o_proj, the MLP, experts and an lm_head of its own. Drafts take less time and may be a
+            little worse; the answers are the target's all the same.
     """
 
     max_draft_len: int = 0
     speculative_model: str | os.PathLike[str] | None = None
     sa_config: SAEnhancerConfig | SADecodingConfig | None = None
     draft_window: int | None = None
+    quant: str | None = None
 
     least_draft_len: ClassVar[int] = 0
     auto_draft_len: ClassVar[int] = 0  # the head's own
@@ -354,6 +362,7 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
         if self.one_model_field is not None:
             require_bool(self, self.one_model_field)
         self._check_window()
+        require_quant(self)
         resolve_lookup(self)
 
     def _check_window(self) -> None:
@@ -392,8 +401,8 @@ class EagleDecodingConfig(HeadDecodingConfig):
             of its own (EAGLE3), for comparison.
         eagle3_layers_to_capture: target layers whose output the head reads, 0-based; None is what
             the head's config says, else 1, L/2-1 and L-4.
-        sa_config, draft_window: suffix lookup beside the head, and how far back it sees
-            (`HeadDecodingConfig`).
+        sa_config, draft_window, quant: suffix lookup beside the head, how far back it sees, and
+            how its weights are kept (`HeadDecodingConfig`).
     """
 
     eagle3_one_model: bool = True
@@ -430,8 +439,8 @@ class DFlashDecodingConfig(HeadDecodingConfig):
         speculative_model: the head's directory, z-lab's or speculators format.
         target_layer_ids: target layers whose output the head reads, 0-based; None is what the
             head's config says.
-        sa_config, draft_window: suffix lookup beside the head, and how far back it sees
-            (`HeadDecodingConfig`).
+        sa_config, draft_window, quant: suffix lookup beside the head, how far back it sees, and
+            how its weights are kept (`HeadDecodingConfig`).
     """
 
     target_layer_ids: Sequence[int] | None = None
@@ -485,8 +494,8 @@ class MTPDecodingConfig(HeadDecodingConfig):
         relaxed_topk: such a draft is among that many of the target's best tokens …
         relaxed_delta: … and its probability at most that much below the best one's.
         begin_thinking_phase_token, end_thinking_phase_token: token ids (DeepSeek-R1's by default).
-        sa_config, draft_window: suffix lookup beside the head, and how far back it sees
-            (`HeadDecodingConfig`).
+        sa_config, draft_window, quant: suffix lookup beside the head, how far back it sees, and
+            how its weights are kept (`HeadDecodingConfig`).
     """
 
     num_nextn_predict_layers: int = 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
 
 from ..checks import are_ints, int_range, is_int, is_number
 from ..errors import ConfigError, shown
-from .fields import check_bool, check_choice, check_int, require_bool, require_int
+from .fields import QUANTS, check_bool, check_choice, check_int, require_bool, require_int
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,6 @@ MAX_BATCH_SIZE = 2**20
 """A sanity bound: no cache holds more requests."""
 MAX_RANKS = 1024
 RANK_BACKENDS = ("mp", "ray", "torchrun")
-QUANTS = ("fp8",)
 KV_CACHE_DTYPES = ("auto", "fp8")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 

@@ -12,6 +12,9 @@ from ..errors import ConfigError, shown
 
 Config = TypeVar("Config")
 
+QUANTS = ("fp8",)
+"""How weights can be quantised as they are loaded."""
+
 
 def check_int(label: str, value: object, low: int, high: int | None, or_none: bool = False) -> None:
     """Raises ConfigError unless it is an int in low … high; high=None is no upper bound.
@@ -44,6 +47,11 @@ def require_int(
 ) -> None:
     """`check_int` of a config's field."""
     check_int(_label(config, name), getattr(config, name), low, high, or_none)
+
+
+def require_quant(config: object) -> None:
+    """Raises ConfigError unless the field `quant` is one of `QUANTS`, or None."""
+    check_choice(_label(config, "quant"), vars(config)["quant"], QUANTS, or_none=True)
 
 
 def require_bool(config: object, name: str, or_none: bool = False) -> None:

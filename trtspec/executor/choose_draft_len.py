@@ -143,6 +143,7 @@ def _path(runner: StepRunner) -> Path:
         (runner.mode.name, getattr(step.draft_model, "config", None), runner.max_draft_len),
         None if config is None else config.acceptance,
         getattr(config, "sa_config", None) is not None,
+        getattr(config, "quant", None),
     )
     name = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
     return cache_dir() / "step_times" / f"{name}.json"

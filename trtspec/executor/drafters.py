@@ -22,6 +22,7 @@ from ..checkpoints.heads.load import load_head
 from ..checkpoints.heads.masked import pard_token
 from ..checkpoints.heads.records import HeadRequest, LoadOptions
 from ..checkpoints.hf_config import load_config
+from ..checkpoints.place import FLOATS_ALONE, weight_form
 from ..checkpoints.tokenizer import load_tokenizer, token_problem
 from ..checkpoints.weights import finish, load_decoder
 from ..checkpoints.zoo import is_of_package, resolve_model
@@ -134,6 +135,7 @@ class HeadLoader(DrafterLoader[HeadSpec]):
                 backend=target.backend,
                 kv_group=target.num_kv_groups,
                 num_positions=target.num_positions,
+                quant=self.spec.quant,
             ),
         )
         spec = self.settle(head, directory)
@@ -233,7 +235,7 @@ class DraftTargetLoader(DrafterLoader[DraftTargetDecodingConfig]):
         return [self.draft_config]
 
     def load(self, target: LoadedTarget) -> LoadedDrafter:
-        vocab_size = target.config.vocab_size
+        vocab_size, quant = target.config.vocab_size, self.spec.quant
         tokenizers = load_tokenizer(self.directory), load_tokenizer(target.directory)
         problem = token_problem(self.draft_config.vocab_size, vocab_size, *tokenizers)
         if problem:
@@ -247,6 +249,7 @@ class DraftTargetLoader(DrafterLoader[DraftTargetDecodingConfig]):
             pack=False,
             num_positions=target.num_positions,
             parallel=self._parallel(target.config.parallel),
+            form=FLOATS_ALONE if quant is None else weight_form(quant, target.device),
         )
         draft.keep_logits(vocab_size)
         finish(draft, target.device)

@@ -30,7 +30,7 @@ from ...models.drafters.clustered_head import ClusteredHead
 from ...models.placement import Placement
 from ..dequantized import dequantized
 from ..files import read_json_object
-from ..place import place_tensors
+from ..place import form_of_head, place_tensors
 from ..tensors import TensorSource, open_checkpoint, some
 from ..weights import finish, placements, shape_problem, sizes_alone
 from ..zoo import HEADS, resolve_head
@@ -117,7 +117,8 @@ def load_head(
         head.limit_windows()
         _drop_what_the_target_has(head, report.tensors, target, options.dtype)
         placement_of = _placements_with_offsets(head)
-        place_tensors(head, placement_of, report.tensors, options.dtype, options.device)
+        form = form_of_head(options.quant, options.device)
+        place_tensors(head, placement_of, report.tensors, options.dtype, options.device, form)
     head.d2t = None if report.d2t is None else report.d2t.to(options.device)
     kind.attach(head, report, options.device, options.dtype)
     finish(head, options.device, options.pack)

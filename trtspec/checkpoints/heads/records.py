@@ -43,6 +43,7 @@ class LoadOptions:
     kv_group: int  # the head's first; the target's come before it
     num_positions: int | None = None  # the longest sequence; None is the target's maximum
     pack: bool = True  # on CPU, weights in the layout its kernels like
+    quant: str | None = None  # as in `HeadDecodingConfig`
 
 
 @dataclass(frozen=True)
