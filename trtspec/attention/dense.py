@@ -45,7 +45,7 @@ class DensePass:
     ) -> Tensor:
         """Attends: q [N*L, Hq, D], k [N*L, Hkv, D], v [N*L, Hkv, Dv] -> [N*L, Hq, Dv].
 
-        Each call for a layer is one more use of it. scale, softcap, sinks are as in `base.py`.
+        Each call for a layer is one more use of it. scale, softcap, sinks are as of `CachedLayer`.
         """
         self._uses.setdefault(layer, []).append((self._by_head(k), self._by_head(v)))
         return self.attend_again(q, layer, window, scale, softcap, sinks)

@@ -206,8 +206,6 @@ class Experts(nn.Module):
 
 
 def _packed(weight: Tensor) -> Linear:
-    with torch.device("meta"):
-        linear = Linear(weight.shape[1], weight.shape[0], bias=False)
-    linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+    linear = Linear.of(weight.contiguous())
     linear.pack()
     return linear

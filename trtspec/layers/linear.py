@@ -60,6 +60,16 @@ class Linear(nn.Module):
         self._packed: Tensor | None = None
         self._min_rows = 1
 
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Returns a layer of a weight [out, in] and a bias [out], in their memory."""
+        with torch.device("meta"):
+            layer = cls(weight.shape[1], weight.shape[0], bias=False)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias, requires_grad=False)
+        return layer
+
     def hold_fp8(self, weight: Fp8Weight) -> None:
         """Replaces the weight by an FP8 one, which this keeps as it is."""
         self.weight = nn.Parameter(weight.codes, requires_grad=False)
@@ -91,13 +101,9 @@ class Linear(nn.Module):
         """Returns a layer of this memory with the outputs from `first` on; None if it is packed."""
         if self.weight is None or type(self) is not Linear:
             return None
-        with torch.device("meta"):
-            rest = Linear(self.in_features, self.out_features - first, bias=False)
-        rest.weight = nn.Parameter(self.weight[first:], requires_grad=False)
+        rest = Linear.of(self.weight[first:], None if self.bias is None else self.bias[first:])
         if (held := self.fp8) is not None:
             rest.hold_fp8(held.at(slice(first, None)))
-        if self.bias is not None:
-            rest.bias = nn.Parameter(self.bias[first:], requires_grad=False)
         return rest
 
     def forward(self, x: Tensor) -> Tensor:

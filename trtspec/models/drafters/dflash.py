@@ -152,13 +152,7 @@ class DFlashHead(DraftHead):
             assert self.context_embedding_fc.weight is not None
             ahead = weight.float() @ self.context_embedding_fc.weight.float()
             weight = torch.cat([ahead.to(weight.dtype), weight], dim=1)
-        rows, size = weight.shape
-        with torch.device("meta"):
-            context_kv = Linear(size, rows, bias=bool(biases))
-        context_kv.weight = nn.Parameter(weight, requires_grad=False)
-        if biases:
-            context_kv.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-        self.context_kv = context_kv
+        self.context_kv = Linear.of(weight, torch.cat(biases) if biases else None)
 
     def project_target_hidden(self, hidden_states: Tensor) -> Tensor:
         return linear((hidden_states,), self.fc)
