@@ -30,33 +30,55 @@ def shape_logits(
         slots: [B] int64. drafts: [G, K'] int32, -1 is none.
         positions, temperatures: of the rows; the position is that of the token to be chosen.
     """
-    num_requests, (generations, num_drafts) = slots.shape[0], drafts.shape
-    contexts = num_requests - generations
-    per_row = torch.cat([slots[:contexts], slots[contexts:].repeat_interleave(num_drafts + 1)])
-    logits, counts = logits.float(), state.counts[per_row]
+    contexts = slots.shape[0] - drafts.shape[0]
+    per_row = torch.cat([slots[:contexts], slots[contexts:].repeat_interleave(drafts.shape[1] + 1)])
+    logits = _penalised(state, logits.float(), per_row, _counts(state, per_row, drafts))
+    banned = _banned(state, slots, per_row, drafts, positions)
+    logits = logits.masked_fill(banned, float("-inf"))
+    # p < min_p * max p, before the temperature divides both.
+    floor = logits.amax(1) + temperatures * state.log_min_p[per_row]
+    is_low = (logits < floor[:, None]) & (temperatures > 0)[:, None]
+    return logits.masked_fill(is_low, float("-inf"))
+
+
+def _counts(state: LogitsState, per_row: Tensor, drafts: Tensor) -> Tensor:
+    """Returns how often each token is in a row's output, drafts before it included: [R, V] int32.
+
+    Args:
+        per_row: [R] int64, the slot of each row.
+    """
+    counts, (generations, num_drafts) = state.counts[per_row], drafts.shape
+    contexts = len(per_row) - generations * (num_drafts + 1)
     seen = counts[contexts:].view(generations, num_drafts + 1, counts.shape[1])
     for i in range(num_drafts):  # rows after draft i have it in their sequence
         draft = drafts[:, i].to(torch.int64)
         one = (draft >= 0).to(torch.int32)[:, None, None].expand(-1, num_drafts - i, -1)
         index = draft.clamp_min(0)[:, None, None].expand(-1, num_drafts - i, -1)
         seen[:, i + 1 :].scatter_add_(2, index, one)
+    return counts
+
+
+def _penalised(state: LogitsState, logits: Tensor, per_row: Tensor, counts: Tensor) -> Tensor:
+    """Returns logits [R, V] with penalties and biases."""
     repetition, presence, frequency = state.penalties[per_row].unbind(1)
     is_repeated = state.in_prompt[per_row] | (counts > 0)
     scaled = torch.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
     logits = torch.where(is_repeated, scaled, logits)
     logits = logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
-    logits = logits + state.bias[per_row]
-    ends = state.ends[per_row]
+    return logits + state.bias[per_row]
+
+
+def _banned(
+    state: LogitsState, slots: Tensor, per_row: Tensor, drafts: Tensor, positions: Tensor
+) -> Tensor:
+    """Returns which tokens would end a text too early or complete a bad word, [R, V] bool."""
+    ends, vocab = state.ends[per_row], state.counts.shape[1]
     is_held = (ends >= 0) & (positions < state.first_end[per_row])[:, None]
     last, is_bad = _bad_words(state, slots, per_row, drafts)
     held = torch.cat([torch.where(is_held, ends, -1), torch.where(is_bad, last, -1)], dim=1)
-    held = torch.where(held < 0, logits.shape[1], held)  # one column more takes these
-    banned = torch.zeros_like(logits[:, :1], dtype=torch.bool).expand(-1, logits.shape[1] + 1)
-    logits = logits.masked_fill(banned.scatter(1, held, True)[:, :-1], float("-inf"))
-    # p < min_p * max p, before the temperature divides both.
-    floor = logits.amax(1) + temperatures * state.log_min_p[per_row]
-    is_low = (logits < floor[:, None]) & (temperatures > 0)[:, None]
-    return logits.masked_fill(is_low, float("-inf"))
+    held = torch.where(held < 0, vocab, held)  # one column more takes these
+    banned = torch.zeros(1, 1, dtype=torch.bool, device=held.device).expand(len(held), vocab + 1)
+    return banned.scatter(1, held, True)[:, :-1]
 
 
 def _bad_words(
