@@ -133,6 +133,16 @@ def test_texts_of_a_length_are_json(accepts: Any, length: dict[str, int]) -> Non
     assert not accepts(GuidedDecodingParams(json=record), '{"a": "b", "n": 4}')
 
 
+def test_tags_of_tokens_with_texts_of_a_length(compiler: GrammarCompiler) -> None:
+    """Tokens are named as the tokenizer names them; for any of them there is no notation."""
+    content = {"type": "json_schema", "json_schema": {"type": "string", "maxLength": 3}}
+    quote, a = (token_texts().index(text) for text in '"a')
+    for first in ({"type": "token", "token": "<s>"}, {"type": "any_tokens"}):
+        form = {"type": "sequence", "elements": [first, content]}
+        params = GuidedDecodingParams(structural_tag={"type": "structural_tag", "format": form})
+        assert make(compiler, params).follow([1, quote, a, quote, EOS]) == 5
+
+
 def test_restarting(compiler: GrammarCompiler) -> None:
     texts = token_texts()
     params = GuidedDecodingParams(regex="[cd]{2,9}", reasoning_end=[10, 11])

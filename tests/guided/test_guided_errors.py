@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 import sys
@@ -33,6 +34,9 @@ from trtspec.guided.grammar import Grammar
 from trtspec.serving.metrics import StepMetrics
 
 PROMPT = [5, 17, 33]
+DEEP = "(" * 50_000 + "a" + ")" * 50_000  # XGrammar overflows its stack, and the process is gone
+DEEP_IN_JSON = r"\u0028" * 30_000 + "a" + ")" * 30_000
+DEEP_IN_EBNF = r"\x28" * 40_000 + "a" + ")" * 40_000
 
 
 def guided(max_tokens: int = 12, **fields: Any) -> SamplingParams:
@@ -68,6 +72,7 @@ def llm(target: Path, config: EagleDecodingConfig) -> Iterator[LLM]:
         ({"choice": "ab"}, "choice='ab' is not allowed"),
         ({"choice": ["a", ""]}, "none empty"),
         ({"json": {"a": {1, 2}}}, "json is not JSON"),
+        ({"json": functools.reduce(lambda s, _: {"items": s}, range(10**5), {})}, "is not JSON"),
         ({"regex": "a" * 2**19}, "at most 262144 bytes"),
         ({"regex": "a", "reasoning_end": []}, "reasoning_end=() is not allowed|reasoning_end="),
         ({"regex": "a", "reasoning_end": [1] * 9}, "1 … 8 token ids"),
@@ -97,6 +102,16 @@ def test_min_tokens_is_refused() -> None:
         ({"structural_tag": {"type": "nosuch"}}, "structural_tag cannot be compiled"),
         ({"regex": "a$b"}, '"." in its middle'),
         ({"regex": "(?=a)b"}, "would be passed over"),
+        ({"regex": DEEP}, "regex has 50000 parentheses"),
+        ({"json": {"type": "string", "pattern": DEEP}}, "json has 50000 parentheses"),
+        ({"json": f'{{"patternProperties": {{"{DEEP_IN_JSON}": true}}}}'}, "has 30000 parentheses"),
+        ({"grammar": f'root ::= Regex("{DEEP}")'}, "grammar has 50001 parentheses"),
+        ({"grammar": f'root ::= Regex("{DEEP_IN_EBNF}")'}, "grammar has 40001 parentheses"),
+        (
+            {"structural_tag": {"type": "structural_tag", "format":
+                                {"type": "grammar", "grammar": f'root ::= Regex("{DEEP}")'}}},
+            "structural_tag has 50001 parentheses",
+        ),
         ({"regex": r"[\^a]"}, r'"\[\\\^" \(write it elsewhere in the class\)'),
         (
             {"structural_tag": {"type": "structural_tag",

@@ -109,7 +109,7 @@ def _json_text(name: str, value: Any) -> Any:
     if isinstance(value, dict | bool) and value is not False:
         try:
             return json.dumps(value, ensure_ascii=False)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(
                 f"GuidedDecodingParams.{name} is not JSON ({error}): give a schema of dicts, "
                 "lists, texts, numbers, booleans and None."

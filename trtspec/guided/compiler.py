@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,6 +24,11 @@ from .schema import LENGTHS, find_in_tag, find_unenforced, find_unread
 CACHE_BYTES = 2**28
 """Memory of compiled grammars that is kept for later requests; the oldest go first."""
 NUM_THREADS = 2
+MAX_GROUPS = 4096
+"""Parentheses of a grammar. With some 30,000 within each other XGrammar 0.2.8 overflows its stack,
+which ends the process."""
+_GROUP = re.compile(r"\(|\\[xuU]\{?0*28")
+"""One, or its escape in a literal: one that is a regular expression has groups, too."""
 _PLACE = re.compile(r"^\[[^]]*\] \S+: ")
 """Where in XGrammar's source a message comes from."""
 
@@ -207,17 +213,19 @@ class GrammarCompiler:
                 )
             return compiler.compile_json_schema(schema)
         if params.kind == "regex":
+            _check_groups(params.regex or "", "regex")
             _check_regex(params.regex or "", "GuidedDecodingParams.regex")
             return compiler.compile_regex(params.regex)
         if params.kind == "grammar":
+            _check_groups(params.grammar or "", "grammar")
             return compiler.compile_grammar(params.grammar)
         if params.kind == "structural_tag":
             _check_schema(params.structural_tag, "structural_tag", is_tag=True)
+            compiled = compiler.compile_structural_tag(params.structural_tag)
             if any(name in params.structural_tag for name in LENGTHS):
-                return compiler.compile_grammar(
-                    _as_json(self.xgrammar.Grammar.from_structural_tag(params.structural_tag))
-                )
-            return compiler.compile_structural_tag(params.structural_tag)
+                with suppress(RuntimeError):  # of `any_tokens` there is no notation
+                    return compiler.compile_grammar(_as_json(compiled.grammar))
+            return compiled
         texts = " | ".join(_quoted(choice) for choice in params.choice or ())
         return compiler.compile_grammar(f"root ::= {texts}")
 
@@ -250,6 +258,7 @@ def _check_schema(text: str, name: str, is_tag: bool = False) -> None:
     """Raises RequestError for a schema of which something would be ignored."""
     try:
         schema = json.loads(text)
+        _check_groups(json.dumps(schema, ensure_ascii=False), name)
         found = find_in_tag(schema) if is_tag else find_unenforced(schema)
     except json.JSONDecodeError as error:
         raise RequestError(f"GuidedDecodingParams.{name} is not JSON: {error}.") from error
@@ -259,6 +268,15 @@ def _check_schema(text: str, name: str, is_tag: bool = False) -> None:
         raise RequestError(
             f"GuidedDecodingParams.{name} has {found}: no grammar can hold it, and it would be "
             "ignored. Leave it out, and check the output for it."
+        )
+
+
+def _check_groups(text: str, name: str) -> None:
+    """Raises RequestError for more parentheses than XGrammar may be given."""
+    count = sum(1 for _ in _GROUP.finditer(text))
+    if count > MAX_GROUPS:
+        raise RequestError(
+            f"GuidedDecodingParams.{name} has {count} parentheses: at most {MAX_GROUPS} are read."
         )
 
 
