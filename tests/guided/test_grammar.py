@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from pathlib import Path
@@ -131,6 +132,31 @@ def test_texts_of_a_length_are_json(accepts: Any, length: dict[str, int]) -> Non
             assert accepts(params, f'{before}"{inside}"{after}') == is_json, ascii(inside)
     assert not accepts(GuidedDecodingParams(json=text), '""' if "minLength" in length else '"abcd"')
     assert not accepts(GuidedDecodingParams(json=record), '{"a": "b", "n": 4}')
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        (
+            "json-pointer",
+            ["", "/a/é.b", "/a~0/[{}]", *(f"/{chr(c)}" for c in [*range(32), 34, 92])],
+        ),
+        (
+            "relative-json-pointer",
+            ["0", "1/a", "2#", *(f"0/{chr(c)}" for c in [*range(32), 34, 92])],
+        ),
+        ("email", ["a@b.cd", r"\"a b\"@c", r"\"\\ab\"@c", r"\"\ab\"@c", r"\"\u\"@c"]),
+    ],
+)
+def test_texts_of_a_format_are_json(accepts: Any, name: str, texts: list[str]) -> None:
+    params = GuidedDecodingParams(json={"type": "string", "format": name})
+    for text in texts:
+        try:
+            json.loads(f'"{text}"')
+        except json.JSONDecodeError:
+            assert not accepts(params, f'"{text}"'), ascii(text)
+        else:
+            assert accepts(params, f'"{text}"'), ascii(text)
 
 
 def test_tags_of_tokens_with_texts_of_a_length(compiler: GrammarCompiler) -> None:

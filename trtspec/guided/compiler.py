@@ -207,11 +207,11 @@ class GrammarCompiler:
         if params.kind in ("json", "json_object"):
             schema = params.json or '{"type": "object", "additionalProperties": true}'
             _check_schema(schema, "json")
-            if any(name in schema for name in LENGTHS):
-                return compiler.compile_grammar(
-                    _as_json(self.xgrammar.Grammar.from_json_schema(schema))
-                )
-            return compiler.compile_json_schema(schema)
+            if _is_json(schema):
+                return compiler.compile_json_schema(schema)
+            return compiler.compile_grammar(
+                _as_json(self.xgrammar.Grammar.from_json_schema(schema))
+            )
         if params.kind == "regex":
             _check_groups(params.regex or "", "regex")
             _check_regex(params.regex or "", "GuidedDecodingParams.regex")
@@ -222,7 +222,7 @@ class GrammarCompiler:
         if params.kind == "structural_tag":
             _check_schema(params.structural_tag, "structural_tag", is_tag=True)
             compiled = compiler.compile_structural_tag(params.structural_tag)
-            if any(name in params.structural_tag for name in LENGTHS):
+            if not _is_json(params.structural_tag):
                 with suppress(RuntimeError):  # of `any_tokens` there is no notation
                     return compiler.compile_grammar(_as_json(compiled.grammar))
             return compiled
@@ -289,12 +289,20 @@ def _check_regex(text: str, name: str) -> None:
         )
 
 
-def _as_json(grammar: Any) -> str:
-    """Returns a grammar whose texts of a given length hold no control characters.
+def _is_json(text: str) -> bool:
+    """Whether XGrammar lets nothing but JSON come of a schema."""
+    return not any(name in text for name in (*LENGTHS, "email", "json-pointer"))
 
-    XGrammar lets them stand there, tabs too. JSON does not.
+
+def _as_json(grammar: Any) -> str:
+    """Returns a grammar whose texts of a length or format hold nothing that JSON would escape.
+
+    XGrammar lets control characters stand in texts of a length; these, quotation marks and
+    backslashes in JSON pointers; and any character behind a backslash in e-mail addresses.
     """
-    return str(grammar).replace(r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]")
+    text = str(grammar).replace(r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]")
+    text = text.replace(r"([\0-.]) | ([0-}]) | ([\x7f-", r"([ !#-.]) | ([0-[\]-}]) | ([\x7f-")
+    return text.replace(r'("\\" [ -~])', r'("\\\\" [ !#-[\]-~])')
 
 
 def _quoted(text: str) -> str:
