@@ -147,6 +147,9 @@ def test_stop_strings_and_what_is_held_back(tokenizer: Any) -> None:
     unfinished = TextStream(tokenizer, ("END",))
     unfinished.extend(ids("the EN"))
     assert unfinished.safe_text() == "the " and unfinished.final() == "the EN"
+    begun = TextStream(tokenizer, ("END",))
+    begun.extend(ids("EN"))
+    assert begun.safe_text() == "" and begun.final() == "EN"
 
 
 def test_a_stop_string_before_a_part_of_a_character_ends_at_once() -> None:
