@@ -172,3 +172,19 @@ def test_names_of_properties_are_no_keywords() -> None:
 def test_a_character_beyond_unicode_needs_no_escape() -> None:
     """XGrammar says what is wrong with it."""
     assert find_unescaped(r"\u{110000}") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "unread"),
+    [
+        ("^ab$", None), ("(?:ab)", None), ("a?=b", None), (r"a\$b\^", None), ("a^b", '"^"'),
+        ("a$b", '"$"'),
+        ("a(?=b)", '"(?="'), ("a(?!b)", '"(?!"'), ("(?<a)b", '"(?<"'), (r"a\bc", r'"\b"'),
+        # In a class these are characters, up to its end.
+        ("[ab^$]c", None), ("[ab(?=]c", None), (r"[a\]$]c", None), (r"[a\b]c", None),
+        ("[ab]$c", '"$"'), ("[ab](?=c)", '"(?="'), (r"[ab]\bc", r'"\b"'),
+    ],
+)  # fmt: skip
+def test_anchors_and_look_arounds_are_found(text: str, unread: str | None) -> None:
+    found = find_unread(text)
+    assert found is None if unread is None else found is not None and found.startswith(unread)
