@@ -172,6 +172,15 @@ def test_text_equals_the_rule_applied_by_hand(target_dir: Path) -> None:
     assert relaxed_steps > 5
 
 
+def test_a_marker_that_a_preempted_request_wrote_itself_begins_nothing() -> None:
+    worker = MTPEagleWorker(_config(2))
+    state = worker.allocate_state(2, 32, torch.device("cpu"))
+    worker.admit(state, 0, [1, 2, BEGIN, 3], num_prompt_tokens=2)
+    worker.admit(state, 1, [1, 2, BEGIN, 3], num_prompt_tokens=3)
+    (deltas,) = state.values()
+    assert deltas[:2].tolist() == [NOT_THINKING, 1.0]
+
+
 def test_an_end_marker_stops_relaxing_from_the_next_step_on() -> None:
     worker = MTPEagleWorker(_config(2))
     state = worker.allocate_state(2, 32, torch.device("cpu"))
