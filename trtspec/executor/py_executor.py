@@ -348,7 +348,6 @@ class PyExecutor:
         What is in flight is forgotten. Each request computes its prompt and the output that was
         read again. Its tokens are the same, for noise is keyed by seed and position.
         """
-        self._is_half_done = True
         for launched in self._pending:  # also with requests that have ended since
             for request in launched.batch.requests:
                 request.num_in_flight = 0
