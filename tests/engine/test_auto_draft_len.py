@@ -741,6 +741,19 @@ def test_the_nearest_size_is_not_the_smallest() -> None:
     assert costs.of(asked, [2]) == pytest.approx({2: 3.3})
 
 
+def test_of_equal_sizes_the_nearest_is_most_alike() -> None:
+    for alike, other in (
+        (StepShape(8, False, False), StepShape(8, False, True)),
+        (StepShape(8, True, True), StepShape(8, False, True)),
+    ):
+        costs, asked = StepCosts(), StepShape(8, True, False)
+        for shape, seconds in ((other, 9.0), (alike, 1.2)):
+            costs.set(shape, 0, StepSeconds(1.0))
+            costs.set(shape, 2, StepSeconds(seconds))
+        costs.set(asked, 0, StepSeconds(3.0))
+        assert costs.of(asked, [2]) == pytest.approx({2: 3.6})
+
+
 def test_times_are_medians_then_follow() -> None:
     costs = StepCosts()
     for seconds in (9.0, 1.0, 1.1, 1.0, 0.9):
