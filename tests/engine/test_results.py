@@ -12,7 +12,7 @@ from torch import Tensor
 from trtspec.executor import pinned
 from trtspec.executor.host_drafts import draft_on_host
 from trtspec.executor.pinned import Piece, PinnedBuffers
-from trtspec.executor.results import LaunchedStep
+from trtspec.executor.results import LaunchedStep, _num_drafts
 from trtspec.ops.tokens.greedy import Accepted
 
 DEVICE = torch.device("cpu")
@@ -104,3 +104,18 @@ def test_a_python_drafter_is_asked_of_requests_that_go_on() -> None:
     drafts = draft_on_host(Ending(), requests, 9, book)
     assert asked == [(0, [0], 2), (3, [3], 2), (5, [5], 2)]
     assert drafts == {10: [7, 8], 15: [7, 8]}
+
+
+def test_a_record_has_the_drafts_that_were_there_and_were_verified() -> None:
+    """Of a context and three generations. There may be room to verify more than there are."""
+    launched: Any = SimpleNamespace(
+        batch=SimpleNamespace(contexts=[None]),
+        num_asked=[4, 4, 4, 4],
+        num_proposed=torch.tensor([3, 1, 0]),
+        results=SimpleNamespace(num_verified=torch.tensor([2, 2, 1])),
+    )
+    assert _num_drafts(launched) == ([4, 2, 2, 1], [None, 2, 1, 0])
+    launched.results.num_verified = None  # all are
+    assert _num_drafts(launched) == ([4, 4, 4, 4], [None, 3, 1, 0])
+    launched.num_proposed = None
+    assert _num_drafts(launched) == ([4, 4, 4, 4], [None] * 4)
