@@ -111,7 +111,7 @@ class PrefixSearch(NamedTuple):
         whole = self._num_whole(chain)
         donor = self._donor(query, whole)
         end = min(query.limit, whole * page + (donor.num_tokens if donor else 0))
-        while end > 0 and (end := query.cut(end)) > 0:
+        while (end := query.cut(end)) > 0:
             count, copied = divmod(end, page)
             source = None
             if copied:
