@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -104,21 +103,11 @@ def test_completions_share_their_prompt(target_dir: Path, drafters: Drafters) ->
     assert texts[0] == texts[1]
 
 
-def test_the_same_prompt_again_is_fast(tmp_path: Path) -> None:
-    """A wide model, so that a prompt's pass is the device's time and not the host's."""
-    target = tiny_model_dir(
-        tmp_path, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8,
-        num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=8192,
-    )  # fmt: skip
-    llm = LLM(target, device="cuda", dtype="bfloat16", max_batch_size=1, max_seq_len=8192)
-    times: list[list[float]] = [[], []]
-    for number in range(4):
-        prompt = [(number * 31 + 7 * i) % 97 for i in range(8000)]
-        for turn in range(2):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            (request,) = Watched(llm).run([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
-            if number:  # the first compiles and captures
-                times[turn].append(time.perf_counter() - started)
-            assert request.cached_tokens == (7999 if turn else 0)
-    assert min(times[1]) < 0.5 * min(times[0])
+def test_a_long_prompt_again_reads_one_row(tmp_path: Path) -> None:
+    """Passes of fixed shapes read it first; the second time its last token is left."""
+    target = tiny_model_dir(tmp_path, max_position_embeddings=8192)
+    llm = LLM(target, device="cuda", dtype="float32", max_batch_size=1, max_seq_len=8192)
+    prompt, asked = [7 * i % 97 for i in range(8000)], SamplingParams(max_tokens=8, ignore_eos=True)
+    first, again = (Watched(llm).run([prompt], asked)[0] for _ in range(2))
+    assert (first.cached_tokens, again.cached_tokens) == (0, 7999)
+    assert first.output_token_ids == again.output_token_ids
