@@ -40,6 +40,8 @@ from trtspec import (
 )
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints import place
+from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.checkpoints.place import WeightForm, weight_form
 from trtspec.checkpoints.tensors import TensorSource
 from trtspec.checkpoints.weights import load_decoder
@@ -53,7 +55,7 @@ from trtspec.models.decoder import Decoder
 from trtspec.ops.experts.torch import grouped_experts
 from trtspec.ops.layer.fp8 import Fp8Weight, dequantize, quantize
 
-CPU = torch.device("cpu")
+CPU, F32 = torch.device("cpu"), torch.float32
 KEPT = WeightForm(keeps_fp8=True)
 QUANTIZED = WeightForm(keeps_fp8=True, quantizes=True)
 ROUNDED = WeightForm(quantizes=True)
@@ -568,3 +570,32 @@ def test_a_quantised_drafter_is_one_of_the_rounded_weights(
     llm = LLM(target, config_of(head, "fp8"), device="cpu", dtype="float32", max_seq_len=64)
     assert fp8_modules(llm.executor.draft_model) == modules
     llm.shutdown()
+
+
+@pytest.mark.parametrize("keeps_fp8", [False, True])
+def test_rows_of_no_token_are_zeros(
+    tmp_path: Path, keeps_fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An lm_head of 41 tokens on two ranks: the second has 20 and one more row."""
+    target, path = tiny_model_dir(tmp_path), eagle3_dir(tmp_path, draft_vocab=41)
+    monkeypatch.setattr(place, "has_fp8", lambda device: keeps_fp8)
+    how = LoadOptions(
+        dtype=torch.float32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False,
+        quant="fp8",
+    )  # fmt: skip
+
+    def of_rank(comm: Communicator) -> Tensor:
+        decoder = load(target, parallel=Parallel(comm), pack=False)
+        request = HeadRequest(layers_to_capture=[0, 1, 2])
+        lm_head = load_head(path, decoder, request, how).lm_head
+        assert isinstance(lm_head, Linear) and (lm_head.fp8 is not None) is keeps_fp8
+        return lm_head.weight.float() if lm_head.fp8 is None else dequantize(lm_head.fp8, F32)
+
+    torch.use_deterministic_algorithms(True)  # then new memory holds NaN
+    try:
+        parts = torch.cat(ThreadRanks(2).run(of_rank))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    exact = load_file(path / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(parts[:41], dequantize(quantize(exact), F32))
+    assert torch.equal(parts[41], torch.zeros_like(parts[41]))

@@ -22,6 +22,7 @@ from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..models.placement import Placement
 from ..ops.layer.fp8 import FP8, Fp8Weight, dequantize, has_fp8, quantize
+from ..ops.layer.kv_codes import as_bytes
 from .tensors import TensorSource
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,10 @@ def place_tensors(
         to = into[leaf]
         if placement.expert is not None:
             to = _each(to, itemgetter(placement.expert))
+        if placement.cut is not None and placement.module.endswith("lm_head"):
+            _zero_from(
+                to, placement.shape[placement.dim]
+            )  # the last rank's ends in rows of no token
         if leaf in groups or (form.quantizes and _is_of_product(model, placement, form)):
             _place_product(to, sources[name], placement, device)
         else:
@@ -126,6 +131,10 @@ def _each(into: _Into, take: Callable[[Tensor], Tensor]) -> _Into:
     return take(into)
 
 
+def _zero_from(into: _Into, row: int) -> None:
+    _each(into, lambda t: as_bytes(t[row:]).zero_())
+
+
 def _empty_fp8(shape: torch.Size, group: int, device: torch.device) -> Fp8Weight:
     *stack, columns = shape
     return Fp8Weight(
@@ -143,8 +152,6 @@ def _place_floats(to: Tensor, source: TensorSource, placement: Placement) -> Non
     to.narrow(placement.dim, placement.start, length).copy_(
         tensor if placement.order is None else tensor[placement.order]
     )
-    if placement.cut is not None and placement.module.endswith("lm_head"):
-        to[length:].zero_()  # rows of no token, which fill up the last rank's part
 
 
 # -- FP8 -------------------------------------------------------------------------------------------
