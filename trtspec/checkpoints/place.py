@@ -109,9 +109,7 @@ def place_tensors(
         if placement.expert is not None:
             to = _each(to, itemgetter(placement.expert))
         if placement.cut is not None and placement.module.endswith("lm_head"):
-            _zero_from(
-                to, placement.shape[placement.dim]
-            )  # the last rank's ends in rows of no token
+            _zero_from(to, placement.shape[placement.dim])
         if leaf in groups or (form.quantizes and _is_of_product(model, placement, form)):
             _place_product(to, sources[name], placement, device)
         else:
@@ -132,6 +130,7 @@ def _each(into: _Into, take: Callable[[Tensor], Tensor]) -> _Into:
 
 
 def _zero_from(into: _Into, row: int) -> None:
+    """Zeroes the rows of no token, in which the last rank's lm_head may end."""
     _each(into, lambda t: as_bytes(t[row:]).zero_())
 
 
