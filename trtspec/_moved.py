@@ -24,6 +24,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "checkpoints.fp8": ("checkpoints.dequantized", "checkpoints.quantization"),
     "checkpoints.heads.config": ("checkpoints.heads.eagle_config",),
     "checkpoints.json_object": ("checkpoints.files",),
+    "cli.__main__": ("__main__",),
     "executor.draft_passes": ("executor.device_step",),
     "executor.drafting": ("executor.host_drafts",),
     "executor.mask_token": ("executor.drafters",),
