@@ -479,43 +479,30 @@ def test_drafters_over_fp8_targets(
     assert texts(path, config) == expected
 
 
-HEADS: dict[str, tuple[Callable[[Path], Path], Callable[[Path, str | None], Any], set[str]]] = {
+OF_HEADS = {"o_proj", "gate_up_proj", "down_proj"}
+HEADS: dict[str, tuple[Callable[[Path], Path], Callable[..., Any], set[str]]] = {
     "eagle3": (
         eagle3_dir,
-        lambda head, quant: EagleDecodingConfig(
-            max_draft_len=3, speculative_model=head, eagle3_layers_to_capture=[0, 1, 2], quant=quant
-        ),
-        {"o_proj", "gate_up_proj", "down_proj", "lm_head"},
+        partial(EagleDecodingConfig, max_draft_len=3, eagle3_layers_to_capture=[0, 1, 2]),
+        {*OF_HEADS, "lm_head"},
     ),
-    "eagle1": (
-        eagle1_dir,
-        lambda head, quant: EagleDecodingConfig(
-            max_draft_len=3, speculative_model=head, quant=quant
-        ),
-        {"o_proj", "gate_up_proj", "down_proj"},
-    ),
+    "eagle1": (eagle1_dir, partial(EagleDecodingConfig, max_draft_len=3), OF_HEADS),
     "dflash": (
         partial(dflash_dir, draft_vocab=40),
-        lambda head, quant: DFlashDecodingConfig(
-            max_draft_len=4, speculative_model=head, quant=quant
-        ),
-        {"o_proj", "gate_up_proj", "down_proj", "lm_head"},
+        partial(DFlashDecodingConfig, max_draft_len=4),
+        {*OF_HEADS, "lm_head"},
     ),
     "dflash2": (
         partial(dflash_dir, path={}),
-        lambda head, quant: DFlashDecodingConfig(
-            max_draft_len=4, speculative_model=head, quant=quant
-        ),
-        {"o_proj", "gate_up_proj", "down_proj"},
+        partial(DFlashDecodingConfig, max_draft_len=4),
+        OF_HEADS,
     ),
     "draft_target": (
         partial(tiny_model_dir, seed=5),
-        lambda model, quant: DraftTargetDecodingConfig(
-            max_draft_len=3, speculative_model=model, quant=quant
-        ),
-        {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
+        partial(DraftTargetDecodingConfig, max_draft_len=3),
+        {*OF_HEADS, "qkv_proj"},
     ),
-}  # fmt: skip
+}
 """Its directory, its config, and the modules whose weights `quant="fp8"` makes FP8."""
 
 
@@ -558,16 +545,19 @@ def test_a_quantised_drafter_is_one_of_the_rounded_weights(
         if ".".join(name.split(".")[-2:]) in rounded:
             tensors[name] = dequantize(quantize(weight), torch.float32)
     save_file(tensors, twin / "model.safetensors", metadata={"format": "pt"})
+    quantised = config_of(speculative_model=head, quant="fp8")
     plain, _ = drafted(target, None)
-    tokens, exact = drafted(target, config_of(twin, None))
+    tokens, exact = drafted(target, config_of(speculative_model=twin))
     assert tokens == plain and exact
-    assert not are_close(drafted(target, config_of(head, None))[1], exact), "nothing is rounded"
+    assert not are_close(drafted(target, config_of(speculative_model=head))[1], exact), (
+        "nothing is rounded"
+    )
     for _ in ("floats with FP8's values", "FP8"):
-        tokens, logits = drafted(target, config_of(head, "fp8"))
+        tokens, logits = drafted(target, quantised)
         assert tokens == plain and are_close(logits, exact)
         monkeypatch.setattr(place, "has_fp8", lambda device: True)
-    assert drafted(target, config_of(head, "fp8"), tensor_parallel_size=2)[0] == plain
-    llm = LLM(target, config_of(head, "fp8"), device="cpu", dtype="float32", max_seq_len=64)
+    assert drafted(target, quantised, tensor_parallel_size=2)[0] == plain
+    llm = LLM(target, quantised, device="cpu", dtype="float32", max_seq_len=64)
     assert fp8_modules(llm.executor.draft_model) == modules
     llm.shutdown()
 
