@@ -283,6 +283,13 @@ def test_an_error_that_quotes_a_request_is_of_no_long_prompt(served: Served) -> 
     assert "max_seq_len" in message and reply.json()["error"]["code"] is None
 
 
+def test_a_bad_word_has_at_most_eight_tokens(served: Served) -> None:
+    """With the space before it, of which it is banned, too."""
+    assert served.post(TEXT, BASE | {"bad_words": ["abcdefg"]}).status_code == 200
+    long = served.post(TEXT, BASE | {"bad_words": ["abcdefgh"]})
+    assert "' abcdefgh', which is 9 tokens" in refused(long, 400, "bad_words")
+
+
 def test_a_text_that_is_far_too_long_is_not_tokenised(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
