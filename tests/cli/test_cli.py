@@ -29,7 +29,7 @@ from trtspec.cli.engine import make_spec_config, parse_mode
 from trtspec.cli.errors import OTHER_NAMES, CliError
 from trtspec.cli.options import SPECULATIVE_NAMES, EngineOptions
 from trtspec.data.prompts import DEMO_PROMPTS, PROMPT_SETS
-from trtspec.errors import CheckpointError, RequestError
+from trtspec.errors import CheckpointError, ConfigError, RequestError
 from trtspec.executor import book
 from trtspec.metadata.mode import SpeculativeDecodingMode
 
@@ -1007,3 +1007,21 @@ def test_a_draft_length_that_is_none(text: str) -> None:
     options = EngineOptions(speculative="ngram", max_draft_len=text)
     with pytest.raises(CliError, match="give a number of drafts, or auto"):
         make_spec_config(options, lambda text: None)
+
+
+def test_a_quantised_drafter(run, tmp_path):
+    for speculative in ("eagle3", "dflash", "mtp", "draft_target"):
+        options = EngineOptions(
+            speculative=speculative,
+            head=None if speculative == "draft_target" else "h",
+            draft_model=str(tmp_path) if speculative == "draft_target" else None,
+            draft_quant="fp8",
+        )
+        assert make_spec_config(options, lambda *_: None).quant == "fp8"
+        assert options.with_plain().draft_quant is None
+    with pytest.raises(ConfigError, match="quant='int4': use 'fp8' or None"):
+        make_spec_config(EngineOptions(speculative="eagle3", head="h", draft_quant="int4"), print)
+    code, _, err = run(
+        "generate", "--prompt", "a", "--speculative", "ngram", "--draft-quant", "fp8"
+    )
+    assert code == 2 and "NGRAM drafts without a network" in " ".join(err.split())

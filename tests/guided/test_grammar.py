@@ -163,8 +163,25 @@ def test_texts_of_a_format_are_json(accepts: Any, name: str, texts: list[str]) -
             assert accepts(params, f'"{text}"'), ascii(text)
 
 
+def test_a_length_in_a_tag_leaves_other_parts_alone(accepts: Any) -> None:
+    """A regular expression beside it may have what no JSON text has."""
+    text = {"type": "json_schema", "json_schema": {"type": "string", "maxLength": 3}}
+    elements = [{"type": "const_string", "value": "email "},
+                {"type": "regex", "pattern": r'[^"\\\r\n]\\[ -~]'}, text]  # fmt: skip
+    form = {"type": "sequence", "elements": elements}
+    params = GuidedDecodingParams(structural_tag={"type": "structural_tag", "format": form})
+    assert accepts(params, 'email \t\\a"b"')
+    assert not accepts(params, 'email \t\\a"\t"')
+
+
+def test_a_length_whose_keyword_is_escaped(accepts: Any) -> None:
+    params = GuidedDecodingParams(json='{"type": "string", "max\\u004cength": 3}')
+    assert accepts(params, '"abc"') and not accepts(params, '"abcd"')
+    assert not accepts(params, '"a\t"')
+
+
 def test_tags_of_tokens_with_texts_of_a_length(compiler: GrammarCompiler) -> None:
-    """Tokens are named as the tokenizer names them; for any of them there is no notation."""
+    """Tokens are named as the tokenizer names them."""
     content = {"type": "json_schema", "json_schema": {"type": "string", "maxLength": 3}}
     quote, a = (token_texts().index(text) for text in '"a')
     for first in ({"type": "token", "token": "<s>"}, {"type": "any_tokens"}):

@@ -479,6 +479,9 @@ def test_drafters_over_fp8_targets(
     assert texts(path, config) == expected
 
 
+LATENT: dict[str, Any] = {
+    "layout": "deepseek_v3", "num_mtp_layers": 1, "moe_intermediate_size": 32, "v_head_dim": 16,
+}  # fmt: skip
 OF_HEADS = {"o_proj", "gate_up_proj", "down_proj"}
 HEADS: dict[str, tuple[Callable[[Path], Path], Callable[..., Any], set[str]]] = {
     "eagle3": (
@@ -496,6 +499,11 @@ HEADS: dict[str, tuple[Callable[[Path], Path], Callable[..., Any], set[str]]] = 
         partial(dflash_dir, path={}),
         partial(DFlashDecodingConfig, max_draft_len=4),
         OF_HEADS,
+    ),
+    "mtp": (
+        partial(mtp_model_dir, **LATENT),
+        partial(MTPDecodingConfig, num_nextn_predict_layers=1),
+        {*OF_HEADS, "experts"},
     ),
     "draft_target": (
         partial(tiny_model_dir, seed=5),
@@ -536,8 +544,8 @@ def test_a_quantised_drafter_is_one_of_the_rounded_weights(
 ) -> None:
     """On the CPU, and in FP8. What is generated stays the target's, on two ranks too."""
     make, config_of, modules = HEADS[kind]
-    target = tiny_model_dir(tmp_path, num_hidden_layers=6)
     head, twin = make(tmp_path), make(tmp_path)
+    target = head if kind == "mtp" else tiny_model_dir(tmp_path, num_hidden_layers=6)
     tensors = load_file(twin / "model.safetensors")
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
     rounded = {f"{part}.weight" for module in modules for part in parts.get(module, (module,))}

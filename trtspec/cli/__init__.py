@@ -30,10 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _sigterm_is_ctrl_c(terminated: threading.Event) -> Iterator[None]:
     """Lets SIGTERM end the command as Ctrl-C does, so that what is measured or trained is kept.
 
-    A process that ignores Ctrl-C, as a shell's background jobs do, ends at SIGTERM at once.
+    Not where the process ignores one of them: a shell's background jobs ignore Ctrl-C, and end at
+    SIGTERM at once.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not callable(signal.getsignal(signal.SIGINT)):
+    hears_ctrl_c = callable(signal.getsignal(signal.SIGINT))
+    if not (is_main and hears_ctrl_c and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
         yield
         return
 
@@ -41,8 +43,8 @@ def _sigterm_is_ctrl_c(terminated: threading.Event) -> Iterator[None]:
         terminated.set()
         signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

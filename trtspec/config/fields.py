@@ -51,7 +51,8 @@ def require_int(
 
 def require_quant(config: object) -> None:
     """Raises ConfigError unless the field `quant` is one of `QUANTS`, or None."""
-    check_choice(_label(config, "quant"), vars(config)["quant"], QUANTS, or_none=True)
+    name = "quant"
+    check_choice(_label(config, name), getattr(config, name), QUANTS, or_none=True)
 
 
 def require_bool(config: object, name: str, or_none: bool = False) -> None:

@@ -164,4 +164,5 @@ def follow(world: World) -> NoReturn:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a job's limit sends it to all processes
     follow(join_world(torch.device(sys.argv[1])))

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -207,11 +206,9 @@ class GrammarCompiler:
         if params.kind in ("json", "json_object"):
             schema = params.json or '{"type": "object", "additionalProperties": true}'
             _check_schema(schema, "json")
-            if _is_json(schema):
+            if _is_json(json.loads(schema)):
                 return compiler.compile_json_schema(schema)
-            return compiler.compile_grammar(
-                _as_json(self.xgrammar.Grammar.from_json_schema(schema))
-            )
+            return compiler.compile_grammar(self._grammar_of(schema))
         if params.kind == "regex":
             _check_groups(params.regex or "", "regex")
             _check_regex(params.regex or "", "GuidedDecodingParams.regex")
@@ -221,13 +218,26 @@ class GrammarCompiler:
             return compiler.compile_grammar(params.grammar)
         if params.kind == "structural_tag":
             _check_schema(params.structural_tag, "structural_tag", is_tag=True)
-            compiled = compiler.compile_structural_tag(params.structural_tag)
-            if not _is_json(params.structural_tag):
-                with suppress(RuntimeError):  # of `any_tokens` there is no notation
-                    return compiler.compile_grammar(_as_json(compiled.grammar))
-            return compiled
+            tag = self._with_grammars(json.loads(params.structural_tag))
+            return compiler.compile_structural_tag(json.dumps(tag, ensure_ascii=False))
         texts = " | ".join(_quoted(choice) for choice in params.choice or ())
         return compiler.compile_grammar(f"root ::= {texts}")
+
+    def _grammar_of(self, schema: str) -> str:
+        return _as_json(self.xgrammar.Grammar.from_json_schema(schema))
+
+    def _with_grammars(self, tag: Any) -> Any:
+        """Returns a structural tag with grammars in place of schemas that are not `_is_json`."""
+        if isinstance(tag, list):
+            return [self._with_grammars(part) for part in tag]
+        if not isinstance(tag, dict):
+            return tag
+        schema = tag.get("json_schema") if tag.get("type") == "json_schema" else None
+        if schema is None:
+            return {name: self._with_grammars(part) for name, part in tag.items()}
+        if _is_json(schema) or tag.get("style", "json") != "json":
+            return tag
+        return {"type": "grammar", "grammar": self._grammar_of(json.dumps(schema))}
 
 
 _Tasks = queue.SimpleQueue[Callable[[], None] | None]
@@ -289,8 +299,9 @@ def _check_regex(text: str, name: str) -> None:
         )
 
 
-def _is_json(text: str) -> bool:
+def _is_json(schema: Any) -> bool:
     """Whether XGrammar lets nothing but JSON come of a schema."""
+    text = json.dumps(schema)
     return not any(name in text for name in (*LENGTHS, "email", "json-pointer"))
 
 

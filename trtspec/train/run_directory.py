@@ -28,22 +28,27 @@ def held(out: Path) -> Iterator[None]:
     directory = os.open(out, os.O_RDONLY)
     try:
         _lock(directory, out)
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # it holds something
+                out.rmdir()
     finally:
         os.close(directory)  # which gives the lock back
-        with suppress(OSError):  # it holds something
-            out.rmdir()
 
 
 def _lock(directory: int, out: Path) -> None:
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        is_there = os.path.samestat(os.fstat(directory), os.stat(out))
+    except (BlockingIOError, FileNotFoundError):
+        is_there = False  # held, or removed since by who held it
+    except OSError:  # a file system without locks
+        return
+    if not is_there:
         raise CheckpointError(
             f"Another process trains in {out}. Wait for its end, or give another --out."
-        ) from None
-    except OSError:  # a file system without locks
-        pass
+        )
 
 
 def check_run_directory(out: Path) -> None:

@@ -27,9 +27,9 @@ def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes.float() * scales[:, None]).to(dtype)
 
 
-def as_bytes(cache: Tensor) -> Tensor:
+def as_bytes(numbers: Tensor) -> Tensor:
     """Returns codes as uint8, for operations that do not know FP8; other numbers as they are."""
-    return cache.view(torch.uint8) if cache.dtype == FP8 else cache
+    return numbers.view(torch.uint8) if numbers.dtype == FP8 else numbers
 
 
 def put(cache: Tensor, slots: Tensor, x: Tensor, scales: Tensor | None) -> None:
