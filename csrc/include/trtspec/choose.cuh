@@ -11,11 +11,14 @@
 // A NaN is never chosen; it marks the row. Among equal entries the lowest index is chosen.
 #pragma once
 
+#include <type_traits>
+
 #include "exchange.cuh"
 
 namespace trtspec {
 
 constexpr int kMaxChunks = 64;
+constexpr int kLoads = 4;  // of 16 bytes, by each thread at a time
 constexpr int kMaxRowsPerRequest = 64;
 constexpr int kMaxRowsOverRanks = 512;  // blocks wait for other ranks: all must run at once
 
@@ -83,18 +86,32 @@ __device__ inline ChunkBest best_of_chunk(const ChooseParams& p, int row, int ch
         best.sum = best.sum * __expf(best.value - top) + (isnan(x) ? 0.0f : __expf(x - top));
       }
     }
-    if (is_better(x, index, best.value, best.index)) best.value = x, best.index = index;
+    if (x > best.value) best.value = x, best.index = index;  // indices only grow
   };
-  const bool aligned = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
-  for (int i = begin + threadIdx.x * kVector; i < end; i += kThreads * kVector) {
-    if (aligned && i + kVector <= end) {
-      const uint4 words = *reinterpret_cast<const uint4*>(logits + i);
-      const T* entries = reinterpret_cast<const T*>(&words);
+  constexpr int kStep = kThreads * kVector;
+  int i = begin + threadIdx.x * kVector;
+  auto take_vectors = [&](auto count) {  // so many loads are under way at a time
+    constexpr int kCount = decltype(count)::value;
+    for (; i + (kCount - 1) * kStep + kVector <= end; i += kCount * kStep) {
+      uint4 words[kCount];
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) take(entries[j], i + j);
-    } else {
-      for (int j = i; j < min(i + kVector, end); ++j) take(logits[j], j);
+      for (int n = 0; n < kCount; ++n) {
+        words[n] = *reinterpret_cast<const uint4*>(logits + i + n * kStep);
+      }
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) {
+        const T* entries = reinterpret_cast<const T*>(&words[n]);
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) take(entries[j], i + n * kStep + j);
+      }
     }
+  };
+  if (reinterpret_cast<uintptr_t>(logits) % 16 == 0) {
+    take_vectors(std::integral_constant<int, kLoads>{});
+    take_vectors(std::integral_constant<int, 1>{});
+  }
+  for (; i < end; i += kStep) {
+    for (int j = i; j < min(i + kVector, end); ++j) take(logits[j], j);
   }
 
   auto join = [&](const ChunkBest& other) {
