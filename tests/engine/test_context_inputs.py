@@ -24,6 +24,8 @@ from trtspec.errors import ConfigError
 from trtspec.executor import build
 from trtspec.executor.context_inputs import ContextInputs, deal_out, most_worth_capturing
 from trtspec.executor.device_step import PartialLaunch
+from trtspec.executor.forward_step import StepOutputs
+from trtspec.executor.generation_inputs import GenerationInputs
 from trtspec.executor.graphs import first_rows
 from trtspec.executor.inputs import assemble, build_inputs
 from trtspec.executor.py_executor import PyExecutor
@@ -54,10 +56,14 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
 class Uncaptured:
     """Stands for `CudaGraphs`: the same inputs, the step run as it is."""
 
-    def __init__(self, executor: PyExecutor, tokens: Sequence[int]):
+    def __init__(self, executor: PyExecutor, tokens: Sequence[int], joins: bool = False):
         self.executor, self.passes, self.most_worth = executor, 0, 1000
-        self.num_sent_again = 0
+        self.num_sent_again, self.joins, self.num_joined = 0, joins, 0
         config = executor.config
+        self.generations = GenerationInputs(
+            config.max_batch_size, config.max_batch_size, config.max_seq_len, executor.kv_cache,
+            executor.device,
+        )  # fmt: skip
         self.shapes = [
             ContextInputs(
                 n, config.max_batch_size, config.max_seq_len, executor.kv_cache, executor.device
@@ -78,19 +84,40 @@ class Uncaptured:
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
         return next((shape for shape in self.shapes if shape.holds(chunks)), None)
 
+    def pays_to_join(self, batch: ScheduledBatch, _: int) -> bool:
+        shape, most = self.shape_for(batch.contexts), self.executor.config.max_num_tokens
+        rows = self.generations.size * (self.executor.max_draft_len + 1)
+        return self.joins and shape is not None and shape.num_tokens + rows <= most
+
     def run_contexts(self, shape: ContextInputs, plan: StepPlan) -> PartialLaunch:
         chunks = plan.batch.contexts
-        shape.fill(chunks)
-        params = [chunk.request.sampling_params for chunk in chunks]
-        inputs = shape.step_inputs(
-            plan.num_drafts, all(p.is_greedy for p in params), any(p.has_filters for p in params)
-        )
+        outputs = self._run(shape, plan, num_beside=0)
+        return PartialLaunch(first_rows(outputs, len(chunks), 1), is_replay=True)
+
+    def run_both(self, shape: ContextInputs, plan: StepPlan) -> PartialLaunch:
+        """With as many generations as there can be: some are padding."""
+        chunks, requests = plan.batch.contexts, plan.batch.generations
+        self.num_joined += 1
+        rows = self.generations.rows_to_send(requests, self.generations.size)
+        if rows is not None:
+            self.generations.send(rows)
+        outputs, first = self._run(shape, plan, self.generations.size), shape.num_contexts
+        rows_of_requests = [*range(len(chunks)), *range(first, first + len(requests))]
+        return PartialLaunch(outputs, is_replay=True, rows=rows_of_requests)
+
+    def _run(self, shape: ContextInputs, plan: StepPlan, num_beside: int) -> StepOutputs:
+        batch = plan.batch
+        shape.fill(batch.contexts)
+        kind = plan.num_drafts, batch.all_greedy, batch.has_filters
+        inputs = shape.step_inputs(*kind)
+        if num_beside:
+            inputs = inputs.followed_by(self.generations.step_inputs(num_beside, *kind))
         self.passes += 1
-        inputs = replace(inputs, num_logprobs=plan.batch.num_logprobs)
+        inputs = replace(inputs, num_logprobs=batch.num_logprobs)
         step = self.executor.runner.step
         outputs = step.run(inputs, plan.draft_len)
         assert step.state.past_lens[-1] == 0, "rows that fill graphs up would attend to more"
-        return PartialLaunch(first_rows(outputs, len(chunks), 1), is_replay=True)
+        return outputs
 
 
 class ContextsInTriton(triton_paged.TritonAttention):
@@ -115,17 +142,20 @@ def _llm(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("mode", MODES if full() else DRAFTING[:1])
 def test_padding_changes_no_token(
-    target_dir: Path, drafters: Drafters, mode: str, monkeypatch: pytest.MonkeyPatch
+    target_dir: Path, drafters: Drafters, mode: str, joins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of a pass and less, alone and several, beside generations; some fit no shape."""
+    """Prompts of a pass and less, alone and several, beside generations or in one pass with them;
+    some fit no shape."""
     chunked = MODES[mode]
-    arguments = {"enable_chunked_prefill": True, "max_num_tokens": 12} if chunked else {}
+    most = 12 + 9 * joins
+    arguments = {"enable_chunked_prefill": True, "max_num_tokens": most} if chunked else {}
     config = config_of(mode, 2, drafters)
     monkeypatch.setattr("trtspec.executor.context_inputs.TOKENS_PER_CONTEXT", 4)
     llm = _llm(target_dir, config, monkeypatch, max_seq_len=32, **arguments)
-    graphs = Uncaptured(llm.executor, (7, 12) if chunked else (7, 18))
+    graphs = Uncaptured(llm.executor, (7, 12) if chunked else (7, 18), joins)
     llm.executor.runner.graphs = graphs  # type: ignore[assignment]
     prompts = [[(7 * i + j * j) % VOCAB for j in range(n)] for i, n in enumerate((9, 4, 2, 5, 19))]
     params = [SamplingParams(max_tokens=2 + i, ignore_eos=True) for i in range(len(prompts))]
@@ -133,7 +163,7 @@ def test_padding_changes_no_token(
     oracle = Oracle(target_dir)
     for prompt, output, wanted in zip(prompts, outputs, params, strict=True):
         assert output.outputs[0].token_ids == oracle.extend(prompt, wanted.max_tokens)
-    assert graphs.passes >= 2
+    assert graphs.passes >= 2 and (graphs.num_joined > 0) == joins
     cache = llm.executor.kv_cache
     assert cache.num_free_blocks == cache.num_blocks - NUM_RESERVED_BLOCKS
 

@@ -89,7 +89,7 @@ class TritonAttention(TorchAttention):
             return super()._attend(q, meta, cached)
         tables = Tables(blocks=meta.block_tables[cached.kv_group], positions=meta.position_ids)
         # Codes are left to the other kernel, which finds NaN in earlier rows of the pass.
-        has_few_rows = meta.num_contexts == 1 and rows <= min(FEW_ROWS, size)
+        has_few_rows = meta.num_seqs == 1 and rows <= min(FEW_ROWS, size)
         if is_padded and has_few_rows and cached.k_scales is None:
             return paged_attention(q, cached, tables, rows)
         out = _zeroed(q, meta) if is_padded else torch.empty_like(q, memory_format=CONTIGUOUS)

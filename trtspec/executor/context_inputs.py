@@ -17,6 +17,7 @@ import torch
 from ..layers.linear import Linear
 from ..models.decoder import Decoder
 from ..ops.launch.machine import (
+    BYTES_PER_SECOND,
     FLOPS,
     FLOPS_FP8,
     FLOPS_FP32,
@@ -59,6 +60,13 @@ def most_worth_capturing(target: Decoder) -> int:
             seconds += 2 * parameter.numel() * share / flops
         launching += LAUNCH_SECONDS_PER_LAYER_FP8 if codes else LAUNCH_SECONDS_PER_LAYER
     return int(launching / seconds)
+
+
+def seconds_of_weights(target: Decoder) -> float:
+    """Returns how long reading the weights of the layers and the lm_head takes, by their bytes."""
+    modules = target.layers, target.lm_head
+    read = {id(weight): weight.nbytes for module in modules for weight in module.parameters()}
+    return sum(read.values()) / BYTES_PER_SECOND
 
 
 ShapeFor = Callable[[Sequence[ContextChunk]], "ContextInputs | None"]

@@ -38,6 +38,8 @@ class PartialLaunch:
 
     outputs: StepOutputs  # of the whole step: valid once `finish` has returned
     is_replay: bool = False  # whether a graph ran it
+    rows: list[int] | None = None
+    """The requests' rows of tokens, lengths and marks, where others are padding; None: all are."""
     rest: Iterator[None] | None = None
     """Launches the rest, part by part. The host waits for the device in each."""
 

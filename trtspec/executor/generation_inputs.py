@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS
 from ..state.kv_cache import KVCacheManager
+from .inputs import ContextRows, StepInputs
 from .pinned import PinnedBuffer, PinnedBuffers
 from .request import Request
 
@@ -42,7 +43,7 @@ class GenerationInputs:
         kv_cache: KVCacheManager,
         device: torch.device,
     ):
-        self.size, self.kv_cache = size, kv_cache
+        self.size, self.max_seq_len, self.kv_cache = size, max_seq_len, kv_cache
         self.widths = [kv_cache.blocks_for(max_seq_len)] * len(kv_cache.groups)
         # First the slots as int64, so that a step need not convert them, then rows of tables.
         length = size * (2 + sum(self.widths))
@@ -90,6 +91,22 @@ class GenerationInputs:
     def tables(self, count: int) -> tuple[Tensor, ...]:
         """Returns the block tables of the first rows, per KV group [count, M] int32."""
         return tuple(self._tables_of(self.sent)[:count].split(self.widths, dim=1))
+
+    def step_inputs(
+        self, count: int, num_drafts: int, all_greedy: bool, has_filters: bool
+    ) -> StepInputs:
+        """Returns what a step of the first `count` rows reads: views of the device tensor."""
+        return StepInputs(
+            slot_ids=self.slots(count),
+            block_tables=self.tables(count),
+            contexts=ContextRows.none(self.sent.device),
+            num_generations=count,
+            num_drafts=num_drafts,
+            max_kv_len=self.max_seq_len,
+            request_ids=[-1] * count,
+            all_greedy=all_greedy,
+            has_filters=has_filters,
+        )
 
     def _slots_of(self, tensor: Tensor) -> Tensor:
         return tensor[: 2 * self.size].view(torch.int64)

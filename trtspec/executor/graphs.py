@@ -28,12 +28,12 @@ from ..errors import ConfigError
 from ..metadata.guided import DraftPoint, Point
 from ..ops.launch.captures import capture_stream, no_garbage_collection
 from ..ops.layer import cublaslt
-from .context_inputs import ContextInputs, most_worth_capturing
+from .context_inputs import ContextInputs, most_worth_capturing, seconds_of_weights
 from .device_step import DeviceStep, PartialLaunch
 from .forward_step import StepOutputs
 from .generation_inputs import GenerationInputs
 from .guided_masks import GuidedMasks
-from .inputs import ContextRows, StepInputs
+from .inputs import StepInputs
 from .request import ContextChunk, ScheduledBatch, StepPlan
 from .step_costs import StepShape
 
@@ -57,6 +57,7 @@ class GraphKey(NamedTuple):
     all_greedy: bool = True
     has_filters: bool = False
     context_tokens: int = 0  # of a context pass
+    num_beside: int = 0  # of a context pass: generations in it
     num_logprobs: int | None = None
     shapes_logits: bool = False
     is_guided: bool = False
@@ -90,7 +91,7 @@ class CudaGraphs:
         self.enable_padding = graph_config.enable_padding
         self.captures_at_start = graph_config.capture_at_start
         self.enable_autotuner = graph_config.enable_autotuner
-        self.max_seq_len = config.max_seq_len
+        self.max_seq_len, self.max_num_tokens = config.max_seq_len, config.max_num_tokens
         self.batch_sizes = graph_config.buckets(config.max_batch_size)
         self.inputs = GenerationInputs(
             self.batch_sizes[-1], config.max_batch_size, config.max_seq_len, self.kv_cache, device
@@ -108,8 +109,11 @@ class CudaGraphs:
         """Whether a larger captured pass over prompts stands in for a missing one at first. Where
         lengths choose themselves passes differ from run to run, and a capture takes as long as
         dozens of steps."""
-        self._padding: dict[GraphKey, float] = {}  # seconds that it has cost, by what is missing
-        self._seconds: dict[GraphKey, float] = {}  # of passes that have stood in
+        self._costs: dict[GraphKey, float] = {}  # seconds that it has cost to be without a graph
+        self._seconds: dict[GraphKey, float] = {}  # of passes that were used in their place
+        self._seconds_of_weights = seconds_of_weights(step.target)
+        # Where memory ends on one of several ranks, the others would not know.
+        self._may_join = self.enable_padding and step.target.config.parallel.size == 1
         self.masks: GuidedMasks | None = None  # set once a request has a grammar
         self._host_part: Callable[[Point], None] | None = None
         """Cuts the graph, while a step with grammars is captured."""
@@ -210,6 +214,61 @@ class CudaGraphs:
         inputs.fill(chunks)
         return self._replay(key, len(chunks), plan.host_part)
 
+    def pays_to_join(self, batch: ScheduledBatch, draft_len: int) -> bool:
+        """Whether parts of prompts and generations had better be one pass, which reads the weights
+        once.
+
+        So it is where the pass has a graph, or once two passes have cost as much as its capture.
+        """
+        shape, bucket = self.shape_for(batch.contexts), self.bucket(len(batch.generations))
+        if not self._may_join or shape is None or bucket is None:
+            return False
+        key = self._key_of_both(StepPlan(batch, num_drafts=draft_len, draft_len=draft_len), shape)
+        rows = key.num_beside * (self.step.shape.max_draft_len + 1)
+        if shape.num_tokens + rows > self.max_num_tokens:  # there is room for captured states
+            return False
+        return key in self._graphs or self._add_cost(key, self._seconds_of_weights)
+
+    def _key_of_both(self, plan: StepPlan, shape: ContextInputs) -> GraphKey:
+        """Returns the key of a pass over parts of prompts and generations. Few sizes of these have
+        graphs: powers of two, and the largest."""
+        count = len(plan.batch.generations)
+        sizes = [size for size in self.batch_sizes if size & (size - 1) == 0]
+        size = next((size for size in sizes if size >= count), self.batch_sizes[-1])
+        return _key_of_contexts(plan, shape)._replace(num_beside=size)
+
+    def _add_cost(self, key: GraphKey, seconds: float) -> bool:
+        """Books what it costs to be without a graph. Returns whether that is a capture by now."""
+        self._costs[key] = self._costs.get(key, 0.0) + seconds
+        return self._costs[key] >= self.capture_cost
+
+    def run_both(self, shape: ContextInputs, plan: StepPlan) -> PartialLaunch | None:
+        """Runs one pass over parts of prompts and generations. The launch before is finished.
+
+        Returns None if there is no memory to capture it. Then no further one is.
+        """
+        chunks, requests = plan.batch.contexts, plan.batch.generations
+        key = self._key_of_both(plan, shape)
+        keys = [key, _key_of_missed(key.num_beside)] if plan.reads_missed else [key]
+        try:
+            for missing in [one for one in keys if one not in self._graphs]:
+                shape.fill([])
+                self._graphs[missing] = self._capture(missing)
+        except GraphMemoryError as error:
+            logger.warning("Prompts and generations stay two passes where memory ends: %s", error)
+            self._may_join = False
+            return None
+        rows = self.inputs.rows_to_send(requests, key.num_beside)
+        if rows is not None:
+            self.inputs.send(rows)
+        shape.fill(chunks)
+        for missed in keys[1:]:
+            self._replay_whole(missed)
+        first = shape.num_contexts
+        launch = self._replay(key, None, plan.host_part)
+        launch.rows = [*range(len(chunks)), *range(first, first + len(requests))]
+        return launch
+
     def _stand_in(self, inputs: ContextInputs, plan: StepPlan) -> ContextInputs | None:
         """Returns the smallest larger shape that has a graph, to run this pass.
 
@@ -221,8 +280,7 @@ class CudaGraphs:
             return None
         key, seconds = _key_of_contexts(plan, inputs), self._seconds_of_pass(found, plan)
         padding = seconds * (1 - inputs.num_tokens / found.num_tokens)
-        self._padding[key] = self._padding.get(key, 0.0) + padding
-        return found if self._padding[key] < self.capture_cost else None
+        return None if self._add_cost(key, padding) else found
 
     def _seconds_of_pass(self, inputs: ContextInputs, plan: StepPlan) -> float:
         """Returns what a captured pass takes, all of it padding. It is timed once, and the host
@@ -257,13 +315,18 @@ class CudaGraphs:
         return True
 
     def _replay(
-        self, key: GraphKey, num_requests: int, host_part: Callable[[Point], None] | None
+        self, key: GraphKey, num_requests: int | None, host_part: Callable[[Point], None] | None
     ) -> PartialLaunch:
-        """Launches a step's graphs, up to the first `DraftPoint`."""
+        """Launches a step's graphs, up to the first `DraftPoint`.
+
+        Args:
+            num_requests: whose outputs come first; None returns all, with those of padding.
+        """
         captured = self._graphs[key]
         assert captured.outputs is not None
-        outputs = captured.rows.get(num_requests)
+        outputs = captured.outputs if num_requests is None else captured.rows.get(num_requests)
         if outputs is None:
+            assert num_requests is not None
             num_rows = 1 if key.context_tokens else key.num_drafts + 1
             outputs = first_rows(captured.outputs, num_requests, num_rows)
             captured.rows[num_requests] = outputs
@@ -398,25 +461,15 @@ class CudaGraphs:
         return self.step.run(inputs, key.draft_len)
 
     def _step_inputs(self, key: GraphKey) -> StepInputs:
-        if key.context_tokens:
-            inputs = next(c for c in self.contexts if c.num_tokens == key.context_tokens)
-            inputs_of_pass = inputs.step_inputs(key.num_drafts, key.all_greedy, key.has_filters)
-            return replace(
-                inputs_of_pass, num_logprobs=key.num_logprobs, shapes_logits=key.shapes_logits
-            )
-        return StepInputs(
-            slot_ids=self.inputs.slots(key.batch_size),
-            block_tables=self.inputs.tables(key.batch_size),
-            contexts=ContextRows.none(self.device),
-            num_generations=key.batch_size,
-            num_drafts=key.num_drafts,
-            max_kv_len=self.max_seq_len,
-            request_ids=[-1] * key.batch_size,
-            all_greedy=key.all_greedy,
-            has_filters=key.has_filters,
-            num_logprobs=key.num_logprobs,
-            shapes_logits=key.shapes_logits,
-        )
+        kind = key.num_drafts, key.all_greedy, key.has_filters
+        if not key.context_tokens:
+            inputs = self.inputs.step_inputs(key.batch_size, *kind)
+        else:
+            shape = next(c for c in self.contexts if c.num_tokens == key.context_tokens)
+            inputs = shape.step_inputs(*kind)
+            if key.num_beside:
+                inputs = inputs.followed_by(self.inputs.step_inputs(key.num_beside, *kind))
+        return replace(inputs, num_logprobs=key.num_logprobs, shapes_logits=key.shapes_logits)
 
     @property
     def num_graphs(self) -> int:

@@ -7,7 +7,7 @@ knows (last tokens, drafts, lengths) from the slots. The host never needs an acc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -100,6 +100,18 @@ class StepInputs:
     def drafts_nothing(self, draft_len: int) -> bool:
         """Whether it neither verifies nor proposes drafts, and reads no prompt (`StepPlan`)."""
         return not (self.contexts.lens or self.num_drafts or draft_len)
+
+    def followed_by(self, generations: StepInputs) -> StepInputs:
+        """Returns the inputs of one pass over these contexts and those generations."""
+        pairs = zip(self.block_tables, generations.block_tables, strict=True)
+        return replace(
+            self,
+            slot_ids=torch.cat([self.slot_ids, generations.slot_ids]),
+            block_tables=tuple(torch.cat(pair) for pair in pairs),
+            num_generations=generations.num_generations,
+            num_drafts=generations.num_drafts,
+            request_ids=[*self.request_ids, *generations.request_ids],
+        )
 
 
 @dataclass(frozen=True)

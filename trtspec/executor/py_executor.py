@@ -38,7 +38,7 @@ from .host_drafts import draft_on_host
 from .observer import StepObserver, Watch
 from .request import Request, RequestState, ScheduledBatch, StepPlan, StopCheck
 from .results import LaunchedStep, RequestResult, StepReader
-from .runner import StepRunner
+from .runner import SizedPart, StepRunner
 from .saving import HiddenStatesSaver
 from .scheduler import Scheduler
 from .stats import Statistics
@@ -317,11 +317,12 @@ class PyExecutor:
         self.statistics.add_prefixes(batch)
         self._watch.started(batch)
         has_work = bool(batch or self._pending)  # else it has waited for a grammar
-        parts, is_in_flight = self.runner.split_for_graphs(batch), bool(self._pending)
+        split, is_in_flight = self.runner.split_for_graphs(batch), bool(self._pending)
+        parts = [SizedPart(part, self._draft_len.of(batch, part)) for part in split]
+        parts = self.runner.join_for_graphs(parts)
         launched: list[LaunchedStep] = []
         read: list[LaunchedStep] = []
-        for part in parts:
-            draft_len = self._draft_len.of(batch, part)
+        for part, draft_len in parts:
             if part.generations:
                 self._draft_len.last = draft_len
             self._pending.append(self._launch(part, draft_len))

@@ -53,6 +53,7 @@ class LaunchedStep:
     num_proposed: Tensor | None  # [G] drafts that it had to verify, if recorded
     guided: GuidedBatch | None  # where there are grammars
     is_replay: bool  # a graph ran it
+    rows: list[int] | None  # of its requests, as in `PartialLaunch`
     launch_rest: Callable[[], HostOutputs] | None
     """Launches what is left of the step, and the copies of its results; None once that is done."""
     waited: float = 0.0  # seconds that the host waited for its results
@@ -163,6 +164,7 @@ class StepReader:
             num_proposed=None if num_proposed is None else self._to_host(num_proposed),
             guided=guided,
             is_replay=launch.is_replay,
+            rows=launch.rows,
             launch_rest=partial(self._launch_rest, launch, drafts_of),
         )
 
@@ -231,13 +233,13 @@ class StepReader:
             began = time.perf_counter()
             results.ready.synchronize()
             launched.waited = time.perf_counter() - began
-        lens = results.new_tokens_lens.tolist()
-        tokens = [
-            row[:length] for row, length in zip(results.new_tokens.tolist(), lens, strict=True)
-        ]
+        arrays = results.new_tokens, results.new_tokens_lens, results.bad_requests
+        if launched.rows is not None:
+            arrays = arrays[0][launched.rows], arrays[1][launched.rows], arrays[2][launched.rows]
+        all_tokens, lens, is_bad = (array.tolist() for array in arrays)
+        tokens = [row[:length] for row, length in zip(all_tokens, lens, strict=True)]
         num_asked, num_proposed = _num_drafts(launched)
         prompts, batch = _prompt_parts(launched), launched.batch
-        is_bad = results.bad_requests.tolist()
         if results.buffer is not None:  # read, and it stays as it is until another launch
             self._buffers.give(results.buffer)
         for row, part in enumerate(prompts):
@@ -256,8 +258,8 @@ class StepReader:
             "prompt_logprobs": prompts,
         }
         # Made one by one, by keywords, they would take twice the time.
-        rows = zip(*(columns[name] for name in RequestResult._fields), strict=True)
-        return [RequestResult._make(row) for row in rows]
+        entries = zip(*(columns[name] for name in RequestResult._fields), strict=True)
+        return [RequestResult._make(entry) for entry in entries]
 
 
 def _num_drafts(launched: LaunchedStep) -> tuple[Sequence[int], Sequence[int | None]]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,13 @@ from .graphs import CudaGraphs
 from .guided_masks import GuidedMasks
 from .inputs import EngineShape, build_inputs
 from .request import ContextChunk, Request, ScheduledBatch, StepPlan
+
+
+class SizedPart(NamedTuple):
+    """A part of a step that is launched by itself, and the drafts that it proposes."""
+
+    batch: ScheduledBatch
+    draft_len: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +217,26 @@ class StepRunner:
             return [batch]
         return [replace(batch, contexts=[]), *parts]
 
+    def join_for_graphs(self, parts: list[SizedPart]) -> list[SizedPart]:
+        """Joins generations and the first pass over prompts to one, where that pays.
+
+        Args:
+            parts: of one step, as `split_for_graphs` cut it.
+        """
+        if self.graphs is None or len(parts) < 2 or not parts[0].batch.generations:
+            return parts
+        (generations, draft_len), (contexts, _), *rest = parts
+        both = ScheduledBatch(contexts.contexts, generations.generations)
+        is_plain = not both.is_guided and both.num_logprobs is None
+        is_packed = self.step.shape.max_verified_drafts is not None
+        if not is_plain or is_packed or self.mode.is_save_hidden_states():
+            return parts
+        return (
+            [SizedPart(both, draft_len), *rest]
+            if self.graphs.pays_to_join(both, draft_len)
+            else parts
+        )
+
     def run(self, plan: StepPlan) -> PartialLaunch:
         """Launches one step, by a graph if one holds it, else eagerly."""
         texts = self.step.worker.slot_texts
@@ -255,11 +283,11 @@ class StepRunner:
             return None
         if not chunks:
             return graphs.run(plan)
-        shape = None if plan.batch.generations else graphs.shape_for(chunks)
-        if shape is None:
+        shape, count = graphs.shape_for(chunks), len(plan.batch.generations)
+        if shape is None or (count and graphs.bucket(count) is None):
             return None
         plan.finish_before()
-        return graphs.run_contexts(shape, plan)
+        return graphs.run_both(shape, plan) if count else graphs.run_contexts(shape, plan)
 
     def _graphs_for(self, chunks: list[ContextChunk]) -> CudaGraphs | None:
         """Returns the graphs, unless none may serve a step with these parts of prompts.

@@ -13,5 +13,8 @@ LAUNCH_SECONDS_PER_LAYER = 0.75e-3
 LAUNCH_SECONDS_PER_LAYER_FP8 = 0.9e-3
 """The same where activations are rounded to FP8: rounding and rescaling are further kernels."""
 
+BYTES_PER_SECOND = 4.3e12
+"""What an H200 reads in a second."""
+
 FLOPS, FLOPS_FP8, FLOPS_FP32 = 600e12, 1000e12, 60e12
 """What an H200 computes in a second of passes over prompts, in 16 bits, FP8 and float32."""
