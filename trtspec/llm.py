@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from .api.embeds_prompt import EmbedsPrompt
 from .api.outputs import EngineStats, RequestOutput
@@ -23,11 +23,12 @@ from .frontend.heap import HeapAside
 from .frontend.inputs import Inputs, Messages, Prompt, checked_id, plain
 from .frontend.outputs import Acceptance, OutputReader, RequestTexts, join
 from .metadata.mode import SpeculativeDecodingMode
+from .other_names import NamesAttributes, names_arguments
 
 CacheSalt = str | Sequence[str | None] | None
 
 
-class LLM:
+class LLM(NamesAttributes):
     """A model with an optional drafter, ready to generate.
 
     Any number of threads may call it: a lock is held for each step, and while an output is built.
@@ -39,6 +40,15 @@ class LLM:
         ConfigError, CheckpointError: the message says what was passed, what is allowed and what to
             do.
     """
+
+    OTHER_ATTRIBUTES: ClassVar[Mapping[str, str]] = {
+        "flush_cache": "reset_prefix_cache()",
+        "generate_async": "AsyncLLM, or generate_stream()",
+        "get_metrics": "stats()",
+        "get_stats": "stats()",
+        "get_tokenizer": "tokenizer",
+        "llm_engine": "executor",
+    }
 
     @takes_fields_of(EngineConfig)
     def __init__(self, engine: EngineConfig):
@@ -96,6 +106,7 @@ class LLM:
         return None if config is None else config.acceptance
 
     # -- generating ----------------------------------------------------------------------------
+    @names_arguments
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -106,7 +117,8 @@ class LLM:
         """Completes prompts of text or token ids.
 
         Args:
-            prompts: one prompt (text, a list of ids or an `EmbedsPrompt`) or a list of prompts.
+            prompts: one prompt (text, a list of ids, either as {"prompt": …} or
+                {"prompt_token_ids": …}, or an `EmbedsPrompt`) or a list of prompts.
             sampling_params: for all prompts, or one per prompt.
             cache_salt: text, for all prompts or one per prompt: only requests of the same salt
                 share the prefix cache.
@@ -122,9 +134,12 @@ class LLM:
         if isinstance(prompts, str | EmbedsPrompt) or _is_token_list(prompts):
             return self._run([prompts], sampling_params, cache_salt)[0]  # type: ignore[list-item]
         if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-            raise RequestError(f"prompts={prompts!r}: give text, token ids, or a list of prompts.")
+            raise RequestError(
+                f"prompts={shown(prompts)}: give text, token ids, or a list of prompts."
+            )
         return self._run(list(prompts), sampling_params, cache_salt)  # type: ignore[arg-type]
 
+    @names_arguments
     def chat(
         self,
         messages: Messages | Sequence[Messages],
@@ -143,6 +158,7 @@ class LLM:
         outputs = self._run(prompts, sampling_params, cache_salt)  # type: ignore[arg-type]
         return outputs[0] if is_one else outputs
 
+    @names_arguments
     def generate_stream(
         self,
         prompt: Prompt,

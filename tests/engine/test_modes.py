@@ -37,6 +37,13 @@ from trtspec.workers import (
     create_worker,
 )
 
+
+class NoDrafter:
+    def draft(self, request_id: int, token_ids: Any, max_draft_len: int) -> list[int]:
+        return []
+
+
+DRAFTER = NoDrafter()
 BLOCKS = {Mode.DFLASH, Mode.DSPARK}
 HEADS = {Mode.MTP, Mode.MTP_EAGLE_ONE_MODEL, Mode.EAGLE3_ONE_MODEL, *BLOCKS}
 ONE_ENGINE = {*HEADS, Mode.SA}
@@ -140,6 +147,36 @@ def test_tensorrt_llm_s_dictionaries() -> None:
     assert DraftTargetDecodingConfig.from_dict(
         {"decoding_type": "Draft_Target", "speculative_model": "d"}
     ).spec_dec_mode is Mode.DRAFT_TARGET  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "config"),
+    [
+        ("Eagle", {"speculative_model": "d"}, EagleDecodingConfig(speculative_model="d")),
+        ("Eagle3", {"speculative_model": "d"}, EagleDecodingConfig(speculative_model="d")),
+        (
+            "PARD",
+            {"speculative_model": "d"},
+            DraftTargetDecodingConfig(speculative_model="d", parallel_drafting=True),
+        ),
+        ("MTP", {"max_draft_len": 3}, MTPDecodingConfig(num_nextn_predict_layers=3)),
+        ("NGram", {"max_draft_len": 3}, NGramDecodingConfig(max_draft_len=3)),
+        ("Auto", {"max_draft_len": 3}, NGramDecodingConfig(max_draft_len=3)),
+        ("SA", {"enable_global_pool": False}, SADecodingConfig(enable_global_pool=False)),
+        ("User_Provided", {"drafter": DRAFTER}, UserProvidedDecodingConfig(drafter=DRAFTER)),
+    ],
+)
+def test_a_decoding_type_says_the_class(
+    kind: str, fields: dict[str, Any], config: DecodingBaseConfig
+) -> None:
+    assert resolve_speculative_config({"decoding_type": kind, **fields}) == config
+
+
+def test_drafts_of_mtp_layers_have_two_names() -> None:
+    for fields in ({"max_draft_len": 3}, {"num_nextn_predict_layers": 3}):
+        config = MTPDecodingConfig(**fields)
+        assert (config.max_draft_len, config.num_nextn_predict_layers) == (3, 3)
+    assert MTPDecodingConfig().max_draft_len == MTPDecodingConfig().num_nextn_predict_layers == 1
 
 
 def test_modes_of_configs() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "trtspec"
 LAYERS = [
-    ["errors", "utils", "_lazy"],
+    ["errors", "utils", "_lazy", "other_names"],
     ["checks", "native"],
     ["distributed"],
     ["metadata"],

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ..other_names import NamesAttributes
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Logprob:
 
 
 @dataclass(frozen=True)
-class CompletionOutput:
+class CompletionOutput(NamesAttributes):
     """One completion. The `_diff` fields hold what is new since the previous snapshot."""
 
     token_ids: list[int]
@@ -54,9 +58,14 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """Per output token: itself first, then the likeliest asked for. None if none were."""
 
+    OTHER_ATTRIBUTES: ClassVar[Mapping[str, str]] = {
+        "length": "len(token_ids)",
+        "stop_reason": "finish_reason",
+    }
+
 
 @dataclass(frozen=True)
-class RequestOutput:
+class RequestOutput(NamesAttributes):
     """A request's result, or a snapshot of it while it runs."""
 
     request_id: int
@@ -72,6 +81,15 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """Per prompt token: itself first, then the likeliest asked for. None for the first token, which
     nothing is before, and for embeddings. None if none were asked for, and before all are known."""
+
+    OTHER_ATTRIBUTES: ClassVar[Mapping[str, str]] = {
+        "avg_decoded_tokens_per_iter": "spec_stats.acceptance_length",
+        "meta_info": "outputs and spec_stats",
+        "metrics": "spec_stats",
+        "num_cached_tokens": "cached_tokens",
+        "text": "outputs[0].text",
+        "token_ids": "outputs[0].token_ids",
+    }
 
 
 @dataclass(frozen=True)

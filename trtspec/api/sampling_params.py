@@ -12,6 +12,7 @@ from ..checks import is_int, is_number
 from ..errors import RequestError, shown
 from ..metadata.logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from ..metadata.sampling import MAX_TOP_K
+from ..other_names import NamesFields
 from .guided_decoding import GuidedDecodingParams
 
 MAX_SEED = MAX_TOKENS = 2**63 - 1
@@ -23,7 +24,7 @@ MAX_REPETITION_PENALTY = 100.0  # and 1 / 100: beyond, float32 may run out
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(NamesFields):
     """Parameters of one request. The default is greedy. Equal ones have equal hashes.
 
     Args:

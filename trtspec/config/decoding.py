@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 from ..checks import is_int, is_number
 from ..errors import ConfigError, shown
 from ..metadata.mode import SpeculativeDecodingMode
+from ..other_names import NamesFields
 from .fields import (
     check_choice,
     made_of_dict,
@@ -48,7 +49,7 @@ class Drafter(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingBaseConfig:
+class DecodingBaseConfig(NamesFields):
     """Base of the speculative decoding configs.
 
     Args:
@@ -158,24 +159,31 @@ class DecodingBaseConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> DecodingBaseConfig:
         """Returns the config of these fields; refuses unknown ones by name.
 
-        TensorRT-LLM's `decoding_type` may be among them, if it is this class's.
+        TensorRT-LLM's `decoding_type` may be among them. It must be this class's; of
+        `DecodingBaseConfig` it is needed, and says which class.
 
         Raises:
             ConfigError: not a mapping, an unknown key, another class's `decoding_type`, a value
                 not allowed.
         """
-        if not hasattr(cls, "decoding_type"):
-            raise ConfigError("DecodingBaseConfig is no mode's: call from_dict of a config class.")
         if not isinstance(values, Mapping):
             raise ConfigError(f"{cls.__name__}.from_dict({shown(values)}): give a dict of fields.")
         values = dict(values)
-        kind = values.pop("decoding_type", None) or cls.decoding_type
-        if str(kind).replace("_", "").lower() != cls.decoding_type.lower():
+        kind = values.pop("decoding_type", None)
+        if kind is None and "method" in values:  # vLLM's form, of which the error names ours
+            method = str(values["method"])
+            kind = METHODS.get(method, method)
+        if kind is None and hasattr(cls, "decoding_type"):
+            kind = cls.decoding_type
+        of_type = {name.lower(): entry for name, entry in CONFIG_OF_TYPE.items()}
+        made, implied = of_type.get(str(kind).replace("_", "").lower(), (None, {}))
+        if made is None or not issubclass(made, cls):
+            mine = [name for name, (of, _) in CONFIG_OF_TYPE.items() if issubclass(of, cls)]
             raise ConfigError(
-                f"decoding_type={kind!r} is not {cls.__name__}'s; it must be "
-                f"{cls.decoding_type!r}. Use the class it belongs to, or leave it out."
+                f"{cls.__name__}.from_dict: decoding_type={shown(kind)}: it must be "
+                f"{', '.join(map(repr, mine))}. Others belong to other classes, or are not here."
             )
-        return made_of_dict(cls, values, cls.__name__)
+        return made_of_dict(made, {**implied, **values}, made.__name__, ("decoding_type",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -478,8 +486,8 @@ class MTPDecodingConfig(HeadDecodingConfig):
     """The target's multi-token-prediction layers draft.
 
     Args:
-        num_nextn_predict_layers: K, draft tokens per step; `max_draft_len` is the same and need
-            not be given.
+        num_nextn_predict_layers: K, draft tokens per step; `max_draft_len` is the same. Give one of
+            them; without both (0) K is 1.
         speculative_model: directory with the MTP layers, or a known name ("smollm2-135m-mtp");
             None is the target's own checkpoint.
         use_mtp_vanilla: True is K layers, one for each draft token; False uses the first layer K
@@ -498,7 +506,7 @@ class MTPDecodingConfig(HeadDecodingConfig):
             how its weights are kept (`HeadDecodingConfig`).
     """
 
-    num_nextn_predict_layers: int = 1
+    num_nextn_predict_layers: int = 0
     mtp_eagle_one_model: bool = True
     use_mtp_vanilla: bool | None = None
     mtp_feeds_post_norm: bool | None = None
@@ -532,15 +540,17 @@ class MTPDecodingConfig(HeadDecodingConfig):
     def _settle_draft_len(self) -> None:
         """Gives both fields that are K the same number."""
         self._resolve_auto()
-        require_int(self, "num_nextn_predict_layers", 1, MAX_DRAFT_LEN)
-        require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
-        if self.max_draft_len == 0:
-            object.__setattr__(self, "max_draft_len", self.num_nextn_predict_layers)
-        if self.max_draft_len != self.num_nextn_predict_layers:
+        names = "num_nextn_predict_layers", "max_draft_len"
+        for name in names:
+            require_int(self, name, 0, MAX_DRAFT_LEN)
+        given = {getattr(self, name) for name in names} - {0}
+        if len(given) > 1:
             raise ConfigError(
                 f"MTPDecodingConfig.max_draft_len={self.max_draft_len} differs from "
-                f"num_nextn_predict_layers={self.num_nextn_predict_layers}: give only the latter."
+                f"num_nextn_predict_layers={self.num_nextn_predict_layers}: give one of them."
             )
+        for name in names:
+            object.__setattr__(self, name, max(given, default=1))
 
     def _check_relaxed_acceptance(self) -> None:
         require_bool(self, "use_relaxed_acceptance_for_thinking")
@@ -650,19 +660,42 @@ CONFIG_OF_MODE: dict[SpeculativeDecodingMode, type[DecodingBaseConfig]] = {
 }
 
 
-def resolve_speculative_config(config: DecodingBaseConfig | None) -> DecodingBaseConfig | None:
+CONFIG_OF_TYPE: Mapping[str, tuple[type[DecodingBaseConfig], Mapping[str, Any]]] = {
+    **{config.decoding_type: (config, {}) for config in CONFIG_OF_MODE.values()},
+    "Eagle3": (EagleDecodingConfig, {}),
+    "PARD": (DraftTargetDecodingConfig, {"parallel_drafting": True}),
+}
+"""TensorRT-LLM's `decoding_type` -> the config, and fields that the type says. Case and underscores
+do not count."""
+METHODS: Mapping[str, str] = {
+    "draft_model": "DraftTarget",
+    "eagle": "Eagle",
+    "deepseek_mtp": "MTP",
+    "suffix": "SA",
+}
+"""vLLM's `method` -> `decoding_type`, where they differ in more than case."""
+
+
+def resolve_speculative_config(
+    config: DecodingBaseConfig | Mapping[str, Any] | None,
+) -> DecodingBaseConfig | None:
     """Returns the config that decodes: for AUTO the one it stands for.
+
+    Args:
+        config: or a dict of its fields, with `decoding_type`.
 
     Raises:
         ConfigError: not a decoding config.
     """
     if config is None:
         return None
+    if isinstance(config, Mapping):
+        config = DecodingBaseConfig.from_dict(config)
     if not isinstance(config, DecodingBaseConfig) or not hasattr(config, "mode"):
         raise ConfigError(
             f"speculative_config={config!r} is not a decoding config. Use one of "
-            f"{', '.join(sorted({c.__name__ for c in CONFIG_OF_MODE.values()}))}, whose from_dict "
-            "takes a dict of fields, or None."
+            f"{', '.join(sorted({c.__name__ for c in CONFIG_OF_MODE.values()}))}, a dict of its "
+            "fields with 'decoding_type', or None."
         )
     if isinstance(config, AutoDecodingConfig):
         shared = {f.name: getattr(config, f.name) for f in fields(DecodingBaseConfig)}

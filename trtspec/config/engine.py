@@ -5,13 +5,22 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
 
 from ..checks import are_ints, int_range, is_int, is_number
 from ..errors import ConfigError, shown
-from .fields import QUANTS, check_bool, check_choice, check_int, require_bool, require_int
+from ..other_names import NamesFields, unexpected
+from .fields import (
+    QUANTS,
+    check_bool,
+    check_choice,
+    check_int,
+    made_of_dict,
+    require_bool,
+    require_int,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +38,7 @@ ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class KvCacheConfig:
+class KvCacheConfig(NamesFields):
     """Size of the paged KV cache, and how prompts reuse what earlier ones left in it.
 
     Args:
@@ -79,7 +88,7 @@ DEFAULT_CONTEXT_TOKENS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class CudaGraphConfig:
+class CudaGraphConfig(NamesFields):
     """Batch sizes for which a generation step is captured as one CUDA graph.
 
     Args:
@@ -154,7 +163,8 @@ class EngineConfig:
 
     Args:
         model: HF directory, .gguf file or a known name ("smollm2-135m").
-        speculative_config: a decoding config, or None for plain decoding.
+        speculative_config: a decoding config, a dict of its fields with TensorRT-LLM's
+            `decoding_type` ("NGram", "Eagle3", …), or None for plain decoding.
         device: "auto" (CUDA where there is one), "cpu" or "cuda".
         dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions),
             "float32", "bfloat16", on CUDA also "float16".
@@ -165,7 +175,7 @@ class EngineConfig:
         max_num_tokens: token rows in one pass; default: one full sequence, or a full batch. On
             one GPU at least 8192 with a small model, of which graphs read as many at once.
         max_seq_len: prompt and output together; default: the model's, at most 8192.
-        kv_cache_config: size of the KV cache.
+        kv_cache_config: size of the KV cache; it and cuda_graph_config may be dicts of fields.
         enable_chunked_prefill: prompts may be computed in pieces, beside generation.
         prefill_batch_size: while requests generate, new prompts wait until this many slots are
             free. For throughput: fewer steps are slowed by prompts. 1 starts each at once. "auto"
@@ -237,18 +247,25 @@ class EngineConfig:
 
             resolved = resolve_speculative_config(self.speculative_config)
             object.__setattr__(self, "speculative_config", resolved)
-        cache, graphs = self.kv_cache_config, self.cuda_graph_config
-        if cache is not None and not isinstance(cache, KvCacheConfig):
-            raise ConfigError(f"kv_cache_config={cache!r}: give a KvCacheConfig.")
+        self._make_part("kv_cache_config", KvCacheConfig)
+        self._make_part("cuda_graph_config", CudaGraphConfig)
         check_choice("quant", self.quant, QUANTS, or_none=True)
         check_int("max_batch_size", self.max_batch_size, 1, MAX_BATCH_SIZE)
         check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
         check_bool("disable_overlap_scheduler", self.disable_overlap_scheduler, or_none=True)
-        if graphs is not None and not isinstance(graphs, CudaGraphConfig):
-            raise ConfigError(f"cuda_graph_config={graphs!r}: give a CudaGraphConfig, or None.")
         check_choice("attn_backend", self.attn_backend, ATTENTION_BACKENDS)
         check_int("guided_masked_drafts", self.guided_masked_drafts, 0, None, or_none=True)
         self._check_ranks()
+
+    def _make_part(self, name: str, part: type[KvCacheConfig] | type[CudaGraphConfig]) -> None:
+        """Makes a dict of fields the config it stands for. Raises ConfigError for what is none."""
+        value = getattr(self, name)
+        if isinstance(value, Mapping):
+            object.__setattr__(self, name, made_of_dict(part, value, name))
+        elif value is not None and not isinstance(value, part):
+            raise ConfigError(
+                f"{name}={shown(value)}: give a {part.__name__}, a dict of its fields, or None."
+            )
 
     def _check_ranks(self) -> None:
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS, or_none=True)
@@ -308,11 +325,11 @@ def _make(record: Callable[P, Any], caller: str, /, *args: P.args, **kwargs: P.k
         ours = f"{getattr(record, '__name__', '')}.__init__()"
         if not str(error).startswith(ours):
             raise
-        message = str(error).replace(ours, f"{caller}()", 1)
-        if "unexpected keyword argument" in message:
-            known = ", ".join(sorted(inspect.signature(record).parameters))
-            message += f" (known: {known})"
-        raise TypeError(message) from None
+        known = inspect.signature(record).parameters
+        name = next((name for name in kwargs if name not in known), None)
+        if name is not None:
+            raise unexpected(caller, name, known) from None
+        raise TypeError(str(error).replace(ours, f"{caller}()", 1)) from None
 
 
 @dataclass(frozen=True, kw_only=True)

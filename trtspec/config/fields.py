@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ..checks import are_ints, int_range, is_int
 from ..errors import ConfigError, shown
+from ..other_names import advices
 
 Config = TypeVar("Config")
 
@@ -86,17 +87,22 @@ def require_path(config: object, name: str, what: str = "a directory") -> None:
         raise ConfigError(f"{_label(config, name)}={shown(value)} is not a path: give {what}.")
 
 
-def made_of_dict(cls: type[Config], values: Mapping[Any, Any], label: str) -> Config:
+def made_of_dict(
+    cls: type[Config], values: Mapping[Any, Any], label: str, beside: Sequence[str] = ()
+) -> Config:
     """Returns a config of these fields. Raises ConfigError for keys that are none of them.
 
     Args:
         label: what the message says has no such field.
+        beside: keys that a dict may have beside the fields.
     """
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]  # a dataclass
     unknown = sorted(map(str, set(values) - known))
     if unknown:
+        allowed = sorted(known | set(beside))
         raise ConfigError(
-            f"{label} has no field {', '.join(unknown)}. Known: {', '.join(sorted(known))}."
+            f"{label} has no field {', '.join(unknown)}.{advices(unknown, allowed)} "
+            f"Known: {', '.join(allowed)}."
         )
     return cls(**values)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..checks import is_int, is_number
 from ..errors import ConfigError, shown
+from ..other_names import NamesFields
 from .fields import made_of_dict, require_bool, require_int
 
 LONGEST = 32
@@ -15,7 +16,7 @@ LONGEST = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuffixSearchConfig:
+class SuffixSearchConfig(NamesFields):
     """The fields of a search, which `SADecodingConfig` explains."""
 
     max_matching_ngram_size: int = -1

@@ -8,15 +8,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ..api.outputs import EngineStats
 from ..api.sampling_params import SamplingParams
 from ..checks import is_int
 from ..errors import ConfigError, EngineError, QueueFullError, RequestError, shown
 from ..executor.request import Request
+from ..other_names import NamesAttributes, names_arguments
 from .engine_thread import SHUT_DOWN, Bell, Feed
-from .inputs import NOTHING, Inputs, Messages, Prompt, TokenizedPrompt, checked_id
+from .inputs import NOTHING, Inputs, Messages, Prompt, TokenizedPrompt, checked_id, plain
 from .output_stream import Asked, OutputStream
 from .outputs import Acceptance
 from .time_limit import TimeLimit
@@ -49,7 +50,7 @@ def check_queue(max_num_requests_in_queue: object) -> None:
         )
 
 
-class AsyncFront(ABC):
+class AsyncFront(NamesAttributes, ABC):
     """Takes requests for an engine, which a subclass reaches. For the tasks of one event loop.
 
     Args:
@@ -60,6 +61,11 @@ class AsyncFront(ABC):
     Raises:
         ConfigError: that is no number of requests.
     """
+
+    OTHER_ATTRIBUTES: ClassVar[Mapping[str, str]] = {
+        "generate_async": "generate()",
+        "get_tokenizer": "tokenizer",
+    }
 
     def __init__(self, facts: EngineFacts, inputs: Inputs, max_num_requests_in_queue: int):
         check_queue(max_num_requests_in_queue)
@@ -135,6 +141,7 @@ class AsyncFront(ABC):
         return self._engine_failure or (SHUT_DOWN if self._is_closing else None)
 
     # -- requests --------------------------------------------------------------------------------
+    @names_arguments
     def generate(
         self,
         prompt: Prompt,
@@ -158,6 +165,7 @@ class AsyncFront(ABC):
         """
         return self.open(lambda: self.tokenize(prompt), sampling_params, cache_salt, keep_sources)
 
+    @names_arguments
     def chat(
         self,
         messages: Messages,
@@ -212,6 +220,7 @@ class AsyncFront(ABC):
         Raises:
             RequestError: also for a text that must have more tokens than `max_seq_len`.
         """
+        prompt = plain(prompt)
         self._check_length(prompt)
         return await self.in_thread(lambda: self.inputs.tokenize(prompt))
 

@@ -13,7 +13,7 @@ from ..api.sampling_params import SamplingParams
 from ..errors import RequestError, shown
 from ..metadata.logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
-Prompt = str | Sequence[int] | EmbedsPrompt
+Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
 Messages = Sequence[dict[str, Any]]
 NOTHING: Mapping[str, Any] = {}
 # Arguments of transformers' function, which no caller may set through the template's variables.
@@ -74,7 +74,7 @@ class Inputs:
         if isinstance(prompt, EmbedsPrompt):
             return TokenizedPrompt(None, prompt)
         if isinstance(prompt, bytes) or not isinstance(prompt, str | Sequence):
-            raise RequestError(f"prompt={prompt!r}: give text or a list of token ids.")
+            raise RequestError(f"prompt={shown(prompt)}: give text or a list of token ids.")
         if not isinstance(prompt, str):
             if len(prompt) > 0 and all(isinstance(part, str) for part in prompt):
                 raise RequestError(
@@ -193,8 +193,26 @@ def checked_id(request_id: Any) -> int:
 
 
 def plain(prompt: Any) -> Any:
-    """Converts numpy arrays and tensors to lists."""
+    """Converts numpy arrays and tensors to lists, and a prompt in a dict to what it holds.
+
+    Raises:
+        RequestError: a dict that is no prompt.
+    """
+    if isinstance(prompt, Mapping):
+        prompt = _of_dict(prompt)
     return prompt.tolist() if hasattr(prompt, "tolist") else prompt
+
+
+def _of_dict(prompt: Mapping[str, Any]) -> Any:
+    given = {str(name): value for name, value in prompt.items() if value is not None}
+    other = sorted(given.keys() - {"prompt", "prompt_token_ids"})
+    if len(given) != 1 or other:
+        image = " Images are embeddings here: give an EmbedsPrompt." if other else ""
+        raise RequestError(
+            f"A prompt has {', '.join(sorted(given)) or 'nothing'}: a dict has one of 'prompt' "
+            f"(text) and 'prompt_token_ids'.{image}"
+        )
+    return next(iter(given.values()))
 
 
 def with_plain_text(message: dict[str, Any]) -> dict[str, Any]:
