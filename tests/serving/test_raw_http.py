@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import socket
 import struct
 import sys
@@ -23,6 +25,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from trtspec.serving.completions import _offsets
+from trtspec.serving.other_fields import NEUTRAL
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BASE = {"model": "tiny", "prompt": "abc 12", "temperature": 0, "ignore_eos": True}
@@ -217,6 +220,52 @@ def test_wrong_chats_are_named(served: Served, fields: dict[str, Any], param: st
     refused(served.post(CHAT, body), 400, param)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (CHAT, {"max_new_tokens": 4}, "'max_new_tokens' is not supported: use 'max_tokens'."),
+        (CHAT, {"reasoning_effort": "low"}, "'reasoning_effort' is .* 'chat_template_kwargs'"),
+        (CHAT, {"prediction": {"type": "content"}}, "'prediction' is .* --speculative sa or ngram"),
+        (CHAT, {"service_tier": "flex"}, "is 'flex', .*: it may be 'auto' or 'default', or left"),
+        (CHAT, {"chat_template": "x"}, "it is the model's own; leave it out."),
+        (CHAT, {"nothing": 1}, "'nothing' is not supported: leave it out."),
+        (
+            CHAT,
+            {"continue_final_message": True},
+            "it may be False; send the text as it is to /v1/c",
+        ),
+        (CHAT, {"messages": [USER[0] | {"cache_control": {}}]}, "the prefix cache needs no marks"),
+        (CHAT, {"temperature": "0.5"}, r"a valid number \('0.5' was given\)."),
+        (CHAT, {"top_logprobs": 2}, "'top_logprobs' is 2: it needs logprobs=true."),
+        (CHAT, {"add_special_tokens": True}, r"Input should be False \(True was given\)."),
+        (TEXT, {"add_special_tokens": False}, r"Input should be True \(False was given\)."),
+        (TEXT, {"messages": USER}, "'messages' is not supported: send them to /v1/chat/comp"),
+        (TEXT, {"max_completion_tokens": 3}, "use 'max_tokens'."),
+        (TEXT, {"logprobs": True}, r"a valid integer \(True was given\)."),
+    ],
+    ids=str,
+)
+def test_what_is_refused_says_what_to_do(
+    served: Served, path: str, fields: dict[str, Any], message: str
+) -> None:
+    body = BASE if path == TEXT else {"model": "tiny", "messages": USER}
+    given = refused(served.post(path, body | {"max_tokens": 4} | fields), 400)
+    assert re.search(message, given), given
+
+
+def test_every_neutral_value_is_taken_by_both_endpoints(served: Served) -> None:
+    bodies = ((CHAT, {"model": "tiny", "messages": USER, "max_tokens": 2}), (TEXT, BASE))
+    for path, body in bodies:
+        want = None
+        for index in range(max(map(len, NEUTRAL.values()))):
+            fields = {name: values[min(index, len(values) - 1)] for name, values in NEUTRAL.items()}
+            reply = served.post(path, body | {"temperature": 0} | fields)
+            assert reply.status_code == 200, reply.text
+            text = [c.get("text", c.get("message")) for c in reply.json()["choices"]]
+            want = text if want is None else want
+            assert text == want
+
+
 def test_offsets_count_special_tokens_of_the_prompt(served: Served) -> None:
     """They are characters of the text, which begins with the prompt as it was sent."""
     prompt = "ab</s>b c"
@@ -259,6 +308,8 @@ def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
         "include_stop_str_in_output": False,
         "echo": False,
         "top_k": -1,
+        "top_logprobs": 0,
+        "add_special_tokens": False,
         "seed": -1,
     }
     assert served.post(CHAT, body).status_code == 200
@@ -319,11 +370,17 @@ def test_methods_paths_and_kinds(served: Served) -> None:
     body = json.dumps(BASE).encode()
     for kind in ("text/plain", "", "application/x-www-form-urlencoded"):
         refused(served.post(TEXT, body, **{"content-type": kind}), 415)
+    packed = served.post(TEXT, gzip.compress(body), **{"content-encoding": "gzip"})
+    assert "Content-Encoding is 'gzip': send the body as it is." in refused(packed, 415)
+    assert served.post(TEXT, body, **{"content-encoding": "identity"}).status_code == 200
+    assert "/v1/models/NAME, " in message
 
 
 def test_origin_and_host(served: Served) -> None:
-    refused(served.post(TEXT, BASE, origin="http://evil.example"), 403)
-    refused(served.post(TEXT, BASE, host="evil.example:8000"), 403)
+    message = refused(served.post(TEXT, BASE, origin="http://evil.example"), 403)
+    assert "as of 'http://evil.example', are not served: send them from a program" in message
+    message = refused(served.post(TEXT, BASE, host="evil.example:8000"), 403)
+    assert "connect to localhost, or start the server with the --host" in message
     refused(served.post(TEXT, BASE, origin="http://["), 403)
     refused(served.post(TEXT, BASE, host="["), 403)
     assert served.post(TEXT, BASE, origin=served.url).status_code == 200

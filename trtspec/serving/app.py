@@ -75,7 +75,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         if error.status_code == 404:
             paths = sorted({route.path for route in app.routes if isinstance(route, Route)})
-            message = f"There is no {path!r}: the paths are {', '.join(paths)}."
+            known = ", ".join(paths).replace("{given:path}", "NAME")
+            message = f"There is no {path!r}: the paths are {known}."
         elif error.status_code == 405 and "Allow" in headers:
             message = f"{request.method[:20]} of {path!r} is not allowed: use {headers['Allow']}."
         response = ApiError(error.status_code, message).response()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..api.sampling_params import SamplingParams
-from ..errors import EngineError, RequestError
+from ..errors import EngineError, RequestError, shown
 from ..frontend.async_front import AsyncFront
 from ..frontend.inputs import TokenizedPrompt, check_variables
 from ..frontend.output_stream import OutputStream
@@ -82,8 +82,11 @@ class ChatEndpoint(Endpoint):
         Args:
             arrived: when the request was there, of time.perf_counter().
         """
-        if request.top_logprobs is not None and not request.logprobs:
-            raise refused("top_logprobs", "'top_logprobs' needs logprobs=true.")
+        if request.top_logprobs and not request.logprobs:
+            raise refused(
+                "top_logprobs",
+                f"'top_logprobs' is {shown(request.top_logprobs)}: it needs logprobs=true.",
+            )
         form, tools = self._format(request), tools_of(request.tools)
         tokens = await self._tokenize(request, tools)
         markers = self.reasoning
@@ -148,7 +151,9 @@ class ChatEndpoint(Endpoint):
         """Returns how tool calls are written, where they are asked for."""
         if not request.tools:
             if request.tool_choice not in (None, "none"):
-                raise refused("tool_choice", "'tool_choice' needs 'tools'.")
+                raise refused(
+                    "tool_choice", "'tool_choice' needs 'tools': give some, or leave it out."
+                )
             return None
         if request.tool_choice == "none":
             return None

@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from ..errors import EngineError, QueueFullError, RequestError, TrtspecError
+from ..errors import EngineError, QueueFullError, RequestError, TrtspecError, shown
+from .other_fields import refusal
 
 RETRY_SECONDS = 1
 _FIELD = re.compile(r"^(?:SamplingParams|GuidedDecodingParams)\.(\w+)")
@@ -104,14 +105,17 @@ def of_validation(error: ValidationError) -> ApiError:
     Where a field may be of several types, each has errors. The deepest is of the type that was
     meant: of a list, what is wrong in it, not that it is no text.
     """
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    errors = error.errors(include_url=False, include_context=False)
     field = errors[0]["loc"][:-1]
     of_field = [e for e in errors if e["loc"][: len(field)] == field] if field else errors[:1]
     first = max(of_field, key=lambda e: len(e["loc"]))
     path = [str(part) for part in first["loc"] if not _TYPE_NAME.fullmatch(str(part))]
     param = ".".join(path) or None
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{param!r} is not supported.", param, "unknown_parameter")
+        message = refusal(".".join(path), first["input"])
+        return ApiError(400, message, param, "unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"{param!r} is missing: give it.", param, "missing_required_parameter")
-    return ApiError(400, f"{param!r} is wrong: {first['msg']}.", param, "invalid_type")
+    given = shown(first["input"])
+    message = f"{param!r} is wrong: {first['msg']} ({given} was given)."
+    return ApiError(400, message, param, "invalid_type")

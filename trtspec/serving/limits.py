@@ -44,10 +44,18 @@ class Gate:
         host = headers.get("host", "")
         name = _split(f"//{host}").hostname if host.isprintable() else None
         if self._is_loopback and name not in LOOPBACK_NAMES | {self._host}:
-            raise ApiError(403, f"Host {host[:100]!r} is not served: connect to localhost.")
+            raise ApiError(
+                403,
+                f"Host {host[:100]!r} is not served: connect to localhost, or start the server "
+                "with the --host that others reach, and an API key.",
+            )
         origin = headers.get("origin")
         if origin is not None and _split(origin).netloc != host:
-            raise ApiError(403, "Requests of other web pages are not served.")
+            raise ApiError(
+                403,
+                f"Requests of other web pages, as of {origin[:100]!r}, are not served: send them "
+                "from a program, or through a proxy that serves the page, too.",
+            )
         if self._key is None or scope["path"] in OPEN_PATHS:
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -75,6 +83,9 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # what a form of another web page could not send
         raise ApiError(415, f"Content-Type is {kind[:100]!r}: it must be application/json.")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(415, f"Content-Encoding is {encoding[:100]!r}: send the body as it is.")
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length[:20]) > config.max_body_bytes:
         raise _too_large(config)

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from .errors import ApiError, of_validation
+from .other_fields import NEUTRAL
 
 M = TypeVar("M", bound=BaseModel)
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_processors": ([],),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "priority": (0,),
-    "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-}
-"""Fields that are not supported, with the values that ask for what is done anyway."""
 
 
 class _Model(BaseModel):
@@ -119,6 +101,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool = False
+    add_special_tokens: Literal[True] = True  # the tokenizer adds its own
 
 
 class TextPart(_Model):
@@ -189,6 +172,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, str | bool | int | float] | None = None
+    add_special_tokens: Literal[False] = False  # the template writes them
 
     @property
     def forces_calls(self) -> bool:

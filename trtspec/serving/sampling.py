@@ -188,7 +188,7 @@ def _check_format(form: ResponseFormat) -> None:
     unknown = sorted(form.model_extra or {})
     if unknown and form.type != "structural_tag":
         name = f"response_format.{unknown[0]}"
-        raise ApiError(400, f"{name!r} is not supported.", name, "unknown_parameter")
+        raise ApiError(400, f"{name!r} is not supported: leave it out.", name, "unknown_parameter")
     if form.json_schema is not None and form.type != "json_schema":
         raise refused(
             "response_format.json_schema",
