@@ -26,8 +26,9 @@ from trtspec.api.sampling_params import SamplingParams
 from trtspec.cli import generate, render, status
 from trtspec.cli.app import app
 from trtspec.cli.engine import make_spec_config, parse_mode
-from trtspec.cli.errors import OTHER_NAMES, CliError
+from trtspec.cli.errors import CliError
 from trtspec.cli.options import SPECULATIVE_NAMES, EngineOptions
+from trtspec.cli.other_options import DRAFTERS, NOT_OFFERED, OTHER_NAMES
 from trtspec.data.prompts import DEMO_PROMPTS, PROMPT_SETS
 from trtspec.errors import CheckpointError, ConfigError, RequestError
 from trtspec.executor import book
@@ -933,6 +934,12 @@ def test_ctrl_c_while_importing_exits_130_quietly(tmp_path):
         ("doctor --model m", "--model. Use --target. "),
         ("bench --tp_size 2", "--tp_size. Use --tp. (trtspec bench --help lists the options)"),
         ("generate --json_file f", "--json_file. Use --json-file. "),
+        ("serve m --speculative-algorithm x", "--speculative-algorithm. Use --speculative. "),
+        ("serve m --speculative_num_steps 3", "--speculative_num_steps. Use --max-draft-len. "),
+        ("generate --model-path m", "--model-path. Use --model. "),
+        ("serve m --tool-call-parser x", "--tool-call-parser. Leave it out: the chat template "),
+        ("serve m --extra_llm_api_options f", "--extra_llm_api_options. Leave it out: options "),
+        ("serve m --seed 1", "--seed. Leave it out: a seed is a request's. "),
         ("generate --max-model-len 4", "--max-model-len (Possible options: "),
         ("generate --nothing-like-it", "--nothing-like-it (trtspec generate --help lists"),
     ],
@@ -946,6 +953,18 @@ def test_our_names_for_options_of_others_exist():
     commands = typer.main.get_command(app).commands.values()
     offered = {name for command in commands for param in command.params for name in param.opts}
     assert {word for words in OTHER_NAMES.values() for word in words} <= offered
+    assert not set(NOT_OFFERED) & set(OTHER_NAMES) and set(NOT_OFFERED) & offered <= {
+        "--seed",
+        "--block-size",
+    }
+
+
+@pytest.mark.parametrize("name", ["suffix", "NEXTN", "draft-model", "pard", "eagle"])
+def test_a_word_of_others_for_a_drafter_names_ours(name):
+    ours = DRAFTERS[name.lower().replace("-", "_")]
+    with pytest.raises(CliError, match=rf"'{name}' is unknown: .*\. Here it is {ours}\.$"):
+        parse_mode(name)
+    assert set(DRAFTERS.values()) <= set(SPECULATIVE_NAMES)
 
 
 # -- where output goes -------------------------------------------------------------------------

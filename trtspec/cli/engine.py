@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import ConfigError, RequestError
 from .errors import CliError
 from .options import SPECULATIVE_NAMES, EngineOptions, SamplingOptions
+from .other_options import DRAFTERS
 from .status import Progress
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ def parse_mode(name: str) -> SpeculativeDecodingMode:
         return SpeculativeDecodingMode.from_string(name)
     except ConfigError:
         names = ", ".join(SPECULATIVE_NAMES)
-        raise CliError(f"--speculative {name!r} is unknown: give one of {names}.") from None
+        ours = DRAFTERS.get(name.lower().replace("-", "_"))
+        here = "" if ours is None else f" Here it is {ours}."
+        raise CliError(f"--speculative {name!r} is unknown: give one of {names}.{here}") from None
 
 
 def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBaseConfig | None:

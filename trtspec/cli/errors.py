@@ -10,13 +10,13 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 
 import typer
 from rich.text import Text
 
 from ..errors import DrafterError, KVCacheError, RequestError
+from .other_options import NOT_OFFERED, OTHER_NAMES
 from .render import make_console
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
@@ -41,26 +41,6 @@ USER_ERRORS: tuple[type[Exception], ...] = (
     ImportError,
 )
 
-
-OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
-    "--enable-expert-parallel": ("--ep",),
-    "--ep-size": ("--ep",),
-    "--gpu-memory-utilization": ("--free-gpu-memory-fraction",),
-    "--kv-cache-free-gpu-memory-fraction": ("--free-gpu-memory-fraction",),
-    "--max-model-len": ("--max-seq-len",),
-    "--max-num-seqs": ("--max-batch-size",),
-    "--model": ("--target", "model"),
-    "--no-enable-prefix-caching": ("--no-block-reuse",),
-    "--num-speculative-tokens": ("--max-draft-len",),
-    "--quantization": ("--quant",),
-    "--speculative-draft-model-quantization": ("--draft-quant",),
-    "--speculative-config": ("--speculative", "--head", "--draft-model", "--max-draft-len"),
-    "--speculative-model": ("--head", "--draft-model"),
-    "--target": ("--model",),
-    "--tp-size": ("--tp",),
-}
-"""Options of vLLM's, of TensorRT-LLM's and of our other commands, with what a command may have for
-the same. Letters often mislead: `--max-n` is nearest to `--max-num-seqs`."""
 
 _UNWRITTEN = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO
 
@@ -95,7 +75,10 @@ def _with_our_name(error: Exception) -> str | None:
     allowed = {option for param in context.command.params for option in param.opts}
     ours = [word for word in OTHER_NAMES.get(name, (name,)) if word in allowed - {given}]
     named = ", ".join(word if word.startswith("-") else f"the argument {word}" for word in ours)
-    return f"No such option: {given}. Use {named}." if ours else None
+    if ours:
+        return f"No such option: {given}. Use {named}."
+    reason = NOT_OFFERED.get(name)
+    return None if reason is None else f"No such option: {given}. Leave it out: {reason}."
 
 
 def _is_unwritten(error: BaseException) -> bool:
