@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .config import Drafter as Drafter
     from .config import DraftTargetDecodingConfig as DraftTargetDecodingConfig
     from .config import DSparkDecodingConfig as DSparkDecodingConfig
+    from .config import Eagle3DecodingConfig as Eagle3DecodingConfig
     from .config import EagleDecodingConfig as EagleDecodingConfig
     from .config import KvCacheConfig as KvCacheConfig
     from .config import MTPDecodingConfig as MTPDecodingConfig
@@ -69,6 +70,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "DSparkDecodingConfig",
             "DraftTargetDecodingConfig",
             "Drafter",
+            "Eagle3DecodingConfig",
             "EagleDecodingConfig",
             "KvCacheConfig",
             "MTPDecodingConfig",

@@ -20,8 +20,10 @@ _NO_BEAMS = "there is no beam search"
 _NO_LORA = "there is no LoRA"
 _NO_TREES = "drafts are a chain, never a tree"
 _ONE_TEXT = "text is without special tokens and stop strings; token_ids has all tokens"
+_NOT_FETCHED = "a directory is read, nothing is fetched"
 _SAFETENSORS = "safetensors and GGUF files are read"
 _SAMPLED = "sampled requests need no switch"
+_STATS = "outputs have spec_stats, and LLM.stats() the engine's"
 
 OURS: Mapping[str, tuple[str, ...]] = {
     # of an engine
@@ -29,6 +31,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "block_size": (f"{_CACHE}(tokens_per_block=…)",),
     "context_length": ("max_seq_len",),
     "distributed_executor_backend": ("backend",),
+    "enable_autotuner": ("cuda_graph_config=CudaGraphConfig(enable_autotuner=…)",),
     "enable_expert_parallel": ("moe_expert_parallel_size",),
     "enable_prefix_caching": (f"{_CACHE}(enable_block_reuse=…)",),
     "enforce_eager": ("cuda_graph_config=None",),
@@ -105,7 +108,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "temperature": ("sampling_params=SamplingParams(temperature=…)",),
     "chat_template_kwargs": ("template_variables",),
 }
-"""Theirs -> ours for the same, of which a place has one or none."""
+"""Their name -> ours for the same, of which a place has one or none."""
 
 NOT_HERE: Mapping[str, str] = {
     "add_generation_prompt": "the assistant's answer always follows",
@@ -115,10 +118,13 @@ NOT_HERE: Mapping[str, str] = {
     "chat_template_kwargs": "AsyncLLM.chat and the server take variables of a template",
     "continue_final_message": "the assistant's answer always follows",
     "detokenize": _ONE_TEXT,
+    "disable_log_stats": _STATS,
+    "download_dir": _NOT_FETCHED,
     "dynamic_tree_max_topK": _NO_TREES,
     "eagle3_model_arch": _LAYOUT,
     "eagle_choices": _NO_TREES,
     "early_stopping": _NO_BEAMS,
+    "enable_iter_perf_stats": _STATS,
     "enable_lora": _NO_LORA,
     "guided_decoding_backend": "it is XGrammar",
     "include_stop_str_in_output": _ONE_TEXT,
@@ -129,14 +135,18 @@ NOT_HERE: Mapping[str, str] = {
     "max_attention_window": "windows are the model's own",
     "max_beam_width": _NO_BEAMS,
     "max_non_leaves_per_layer": _NO_TREES,
+    "moe_config": "kernels are chosen by the machine",
     "no_repeat_ngram_size": "repetition_penalty, frequency_penalty and bad_words are offered",
     "num_nextn_predict_layers_from_model_config": _LAYOUT,
     "pad_id": "nothing is padded",
+    "print_iter_log": _STATS,
     "priority": "requests run in the order of their arrival",
     "request_id": "a RequestOutput has the number that was given to it",
     "resource_manager": "a Drafter keeps what it needs",
-    "return_perf_metrics": "outputs have spec_stats, and LLM.stats() the engine's",
-    "revision": "a directory is read, nothing is fetched",
+    "return_perf_metrics": _STATS,
+    "revision": _NOT_FETCHED,
+    "sampler_type": "there is one",
+    "scheduler_config": "there is one scheduler",
     "seed": "a seed is a request's: SamplingParams(seed=…)",
     "skip_special_tokens": _ONE_TEXT,
     "skip_tokenizer_init": "token ids are taken as they are",
@@ -147,6 +157,7 @@ NOT_HERE: Mapping[str, str] = {
     "streaming": "generate_stream does it, and AsyncLLM",
     "tokenizer": "it is the model directory's; another can be set, as LLM.tokenizer",
     "tools": "AsyncLLM.chat and the server take tools",
+    "torch_compile_config": "a generation step is one CUDA graph",
     "truncate_prompt_tokens": "shorten the prompt",
     "trust_remote_code": "code of a checkpoint is never run",
     "use_beam_search": _NO_BEAMS,

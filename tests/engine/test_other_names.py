@@ -18,6 +18,7 @@ from trtspec import (
     AsyncLLM,
     CudaGraphConfig,
     DraftTargetDecodingConfig,
+    Eagle3DecodingConfig,
     EagleDecodingConfig,
     KvCacheConfig,
     NGramDecodingConfig,
@@ -133,6 +134,8 @@ def test_the_parts_of_an_engine_may_be_dicts(tmp_path: Path) -> None:
     assert engine.cuda_graph_config == CudaGraphConfig(batch_sizes=[1, 2])
     with LLM(tiny_model_dir(tmp_path), device="cpu", **options) as llm:  # type: ignore[arg-type]
         assert llm.max_draft_len == 3
+    with pytest.raises(ConfigError, match=r"backend='pytorch': it says how ranks are started\."):
+        EngineConfig("m", backend="pytorch")
     for name in ("kv_cache_config", "cuda_graph_config"):
         with pytest.raises(ConfigError, match=rf"{name} has no field max_batch_siz"):
             EngineConfig("m", **{name: {"max_batch_siz": 1}})
@@ -159,6 +162,10 @@ def test_the_parts_of_an_engine_may_be_dicts(tmp_path: Path) -> None:
 def test_a_dict_that_is_no_config_says_what_would_be(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_speculative_config(given)
+
+
+def test_eagle_s_config_has_tensorrt_llm_s_newer_name() -> None:
+    assert Eagle3DecodingConfig is EagleDecodingConfig
 
 
 def test_a_class_takes_its_own_types_alone() -> None:

@@ -239,6 +239,11 @@ def test_wrong_chats_are_named(served: Served, fields: dict[str, Any], param: st
         (CHAT, {"top_logprobs": 2}, "'top_logprobs' is 2: it needs logprobs=true."),
         (CHAT, {"add_special_tokens": True}, r"Input should be False \(True was given\)."),
         (TEXT, {"add_special_tokens": False}, r"Input should be True \(False was given\)."),
+        (
+            CHAT,
+            {"response_format": {"type": "json_object", "schema": {}}},
+            "'response_format.schema' is not supported: its type is 'json_schema', with the sch",
+        ),
         (TEXT, {"messages": USER}, "'messages' is not supported: send them to /v1/chat/comp"),
         (TEXT, {"max_completion_tokens": 3}, "use 'max_tokens'."),
         (TEXT, {"logprobs": True}, r"a valid integer \(True was given\)."),

@@ -1,4 +1,4 @@
-"""Options of other engines' commands, and words of theirs for drafters, with ours for the same."""
+"""Options of other engines' commands, and their words for drafters, with ours for the same."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ NOT_OFFERED: Mapping[str, str] = {
     "--trust-remote-code": "code of a checkpoint is never run",
     "--uvicorn-log-level": _NO_LOGS,
 }
-"""Options of theirs that no command has, and why."""
+"""Options of other engines that no command has, and why."""
 
 DRAFTERS: Mapping[str, str] = {
     "deepseek_mtp": "mtp_eagle",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .decoding import Drafter as Drafter
     from .decoding import DraftTargetDecodingConfig as DraftTargetDecodingConfig
     from .decoding import DSparkDecodingConfig as DSparkDecodingConfig
+    from .decoding import Eagle3DecodingConfig as Eagle3DecodingConfig
     from .decoding import EagleDecodingConfig as EagleDecodingConfig
     from .decoding import HeadDecodingConfig as HeadDecodingConfig
     from .decoding import MTPDecodingConfig as MTPDecodingConfig
@@ -52,6 +53,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "DSparkDecodingConfig",
             "DraftTargetDecodingConfig",
             "Drafter",
+            "Eagle3DecodingConfig",
             "EagleDecodingConfig",
             "HeadDecodingConfig",
             "MAX_DRAFT_LEN",

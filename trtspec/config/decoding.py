@@ -437,6 +437,10 @@ class EagleDecodingConfig(HeadDecodingConfig):
         return {"layers_to_capture": self.eagle3_layers_to_capture}
 
 
+Eagle3DecodingConfig = EagleDecodingConfig
+"""TensorRT-LLM's newer name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DFlashDecodingConfig(HeadDecodingConfig):
     """A DFlash or DFlash2 head drafts a block of tokens in one pass, from the target's states.

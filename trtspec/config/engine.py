@@ -277,7 +277,11 @@ class EngineConfig:
                 "enable_attention_dp is not offered. Leave one of them out."
             )
         check_int("moe_expert_parallel_size", self.moe_expert_parallel_size, 1, MAX_RANKS)
-        check_choice("backend", self.backend, RANK_BACKENDS, or_none=True)
+        if self.backend not in (*RANK_BACKENDS, None):
+            raise ConfigError(
+                f"backend={shown(self.backend)}: it says how ranks are started. Use "
+                f"{', '.join(map(repr, RANK_BACKENDS))} or None."
+            )
         if self.pipeline_parallel_size != 1:
             raise ConfigError(
                 f"pipeline_parallel_size={shown(self.pipeline_parallel_size)}: a step is one graph "

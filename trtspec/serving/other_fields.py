@@ -82,6 +82,7 @@ ADVICE: Mapping[str, str] = {
     "repeat_penalty": "use 'repetition_penalty'",
     "request_id": "an answer has an 'id' of the server's; leave it out",
     "rid": "an answer has an 'id' of the server's; leave it out",
+    "schema": "its type is 'json_schema', with the schema in 'json_schema'",
     "text": "use 'prompt'",
     "think": _THINKING,
     "thinking": _THINKING,

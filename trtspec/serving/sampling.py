@@ -9,6 +9,7 @@ from ..api.sampling_params import MAX_SEED, MAX_TOKENS, SamplingParams
 from ..errors import RequestError, shown
 from .config import ServerConfig
 from .errors import ApiError, of_library, refused
+from .other_fields import refusal
 from .protocol import ChatRequest, GenerationRequest, ResponseFormat
 
 MAX_STOP_CHARACTERS = 1024
@@ -188,7 +189,8 @@ def _check_format(form: ResponseFormat) -> None:
     unknown = sorted(form.model_extra or {})
     if unknown and form.type != "structural_tag":
         name = f"response_format.{unknown[0]}"
-        raise ApiError(400, f"{name!r} is not supported: leave it out.", name, "unknown_parameter")
+        message = refusal(name, (form.model_extra or {})[unknown[0]])
+        raise ApiError(400, message, name, "unknown_parameter")
     if form.json_schema is not None and form.type != "json_schema":
         raise refused(
             "response_format.json_schema",
