@@ -113,6 +113,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
 NOT_HERE: Mapping[str, str] = {
     "add_generation_prompt": "the assistant's answer always follows",
     "allow_advanced_sampling": _SAMPLED,
+    "backend": "it is XGrammar",
     "beam_width_array": _NO_BEAMS,
     "chat_template": "the template is the tokenizer's",
     "chat_template_kwargs": "AsyncLLM.chat and the server take variables of a template",
@@ -163,6 +164,7 @@ NOT_HERE: Mapping[str, str] = {
     "use_beam_search": _NO_BEAMS,
     "use_dynamic_tree": _NO_TREES,
     "use_tqdm": "there is no progress bar",
+    "whitespace_pattern": "white space between JSON's values is limited, not chosen",
 }
 """What no place has, and why. Leave it out."""
 

@@ -20,6 +20,7 @@ from trtspec import (
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
     EagleDecodingConfig,
+    GuidedDecodingParams,
     KvCacheConfig,
     NGramDecodingConfig,
     SADecodingConfig,
@@ -28,11 +29,18 @@ from trtspec import (
 )
 from trtspec.config import CONFIG_OF_MODE, DecodingBaseConfig, EngineConfig
 from trtspec.config.decoding import CONFIG_OF_TYPE, METHODS, resolve_speculative_config
-from trtspec.errors import ConfigError, RequestError
+from trtspec.errors import CheckpointError, ConfigError, RequestError
 from trtspec.other_names import NOT_HERE, OURS
 
 CALLS = LLM.generate, LLM.chat, LLM.generate_stream, AsyncLLM.generate, AsyncLLM.chat
-RECORDS = EngineConfig, KvCacheConfig, CudaGraphConfig, SamplingParams, *CONFIG_OF_MODE.values()
+RECORDS = (
+    EngineConfig,
+    KvCacheConfig,
+    CudaGraphConfig,
+    SamplingParams,
+    GuidedDecodingParams,
+    *CONFIG_OF_MODE.values(),
+)
 IDS = [5, 6, 7, 5, 6, 7, 5, 6]
 
 
@@ -46,6 +54,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     [
         (SamplingParams, "max_new_tokens", "use max_tokens"),
         (SamplingParams, "structured_outputs", "use guided_decoding"),
+        (GuidedDecodingParams, "whitespace_pattern", "leave it out: white space"),
         (SamplingParams, "use_beam_search", "leave it out: there is no beam search"),
         (SamplingParams, "allowed_token_ids", "use guided_decoding or logit_bias"),
         (EagleDecodingConfig, "speculative_model_dir", "use speculative_model"),
@@ -120,6 +129,19 @@ def test_our_names_exist() -> None:
     assert all(NOT_HERE.values())
 
 
+def test_a_name_of_a_model_hub_is_told_how_to_get_there(tmp_path: Path) -> None:
+    name = "some-org/Some-Model-1.5B"
+    command = rf"`hf download {name} --local-dir DIR`"
+    with pytest.raises(ConfigError, match=command):
+        LLM(name)
+    with pytest.raises(CheckpointError, match=command):
+        LLM(tiny_model_dir(tmp_path), EagleDecodingConfig(speculative_model=name), device="cpu")
+    for path in ("some/longer/path", "/some-org/model", "./model", "model"):
+        with pytest.raises(ConfigError) as refusal:
+            LLM(path)
+        assert "hf download" not in str(refusal.value)
+
+
 # -- dicts ---------------------------------------------------------------------------------------
 def test_the_parts_of_an_engine_may_be_dicts(tmp_path: Path) -> None:
     """As they are in TensorRT-LLM's YAML."""
@@ -189,6 +211,9 @@ def test_a_prompt_may_be_a_dict(llm: LLM) -> None:
         ({"prompt": "a", "prompt_token_ids": IDS}, "has prompt, prompt_token_ids: a dict has one"),
         ({"prompt_token_ids": IDS, "multi_modal_data": {}}, "multi_modal_data.*an EmbedsPrompt"),
         ({}, "A prompt has nothing"),
+        ({"prompt": ["a", "b"]}, r"'prompt' of a prompt is \['a', 'b'\]: it must be text"),
+        ({"prompt": {"prompt": "a"}}, "it must be text"),
+        ({"prompt_token_ids": "abc"}, "of a prompt is 'abc': it must be a list of token ids"),
         ({"text": "a"}, "A prompt has text: a dict has one of 'prompt'"),
     ):
         with pytest.raises(RequestError, match=message):

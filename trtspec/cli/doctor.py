@@ -57,7 +57,7 @@ def run_doctor(options: DoctorOptions, output: JsonOptions) -> int:
 
 def _resolve_drafter(head: Path, progress: Progress) -> Path:
     """The directory of a head or a draft model, by its name too."""
-    from ..checkpoints.zoo import HEADS, MODELS, resolve_head
+    from ..checkpoints.zoo import HEADS, MODELS, hub_advice, resolve_head
 
     if (found := resolve_head(head)).is_dir():
         return found
@@ -66,6 +66,7 @@ def _resolve_drafter(head: Path, progress: Progress) -> Path:
     raise CliError(
         f"{head} is neither a directory nor a known head or model. Give the directory of a head or "
         f"a draft model, a .gguf file, or one of: {', '.join((*HEADS, *MODELS))}."
+        f"{hub_advice(head)}"
     )
 
 

@@ -212,7 +212,11 @@ def _of_dict(prompt: Mapping[str, Any]) -> Any:
             f"A prompt has {', '.join(sorted(given)) or 'nothing'}: a dict has one of 'prompt' "
             f"(text) and 'prompt_token_ids'.{image}"
         )
-    return next(iter(given.values()))
+    ((name, value),) = given.items()
+    if isinstance(value, str) != (name == "prompt") or isinstance(value, bytes | Mapping):
+        what = "text" if name == "prompt" else "a list of token ids"
+        raise RequestError(f"{name!r} of a prompt is {shown(value)}: it must be {what}.")
+    return value
 
 
 def with_plain_text(message: dict[str, Any]) -> dict[str, Any]:

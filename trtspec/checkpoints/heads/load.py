@@ -33,7 +33,7 @@ from ..files import read_json_object
 from ..place import form_of_head, place_tensors
 from ..tensors import TensorSource, open_checkpoint, some
 from ..weights import finish, placements, shape_problem, sizes_alone
-from ..zoo import HEADS, resolve_head
+from ..zoo import HEADS, hub_advice, resolve_head
 from .fit import not_finite
 from .kinds import kind_of
 from .records import HeadFiles, HeadKind, HeadReport, HeadRequest, LoadOptions, Sources
@@ -62,7 +62,7 @@ def read_head(
     if not os.path.isdir(report.head_dir):
         report.problems.append(
             f"{head_dir} is neither a directory nor a known head. Give the head's directory, or "
-            f"one of: {', '.join(HEADS)}."
+            f"one of: {', '.join(HEADS)}.{hub_advice(head_dir)}"
         )
         return report
     try:
