@@ -639,7 +639,7 @@ def test_bad_prompts_start_nothing(
         ({"attn_backend": "xformers"}, "attn_backend='xformers'"),
         ({"attn_backend": "triton"}, "needs device='cuda'|needs the package"),
         ({"cuda_graph_config": True}, "cuda_graph_config=True"),
-        ({"kv_cache_config": {"max_tokens": 3}}, "KvCacheConfig"),
+        ({"kv_cache_config": {"max_token": 3}}, "kv_cache_config has no field max_token"),
     ],
 )  # fmt: skip
 def test_bad_engine_arguments(target_dir: Path, arguments: dict[str, Any], message: str) -> None:
