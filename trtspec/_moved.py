@@ -14,8 +14,19 @@ from typing import Any
 
 MOVED: dict[str, tuple[str, ...]] = {
     "acceptance_prompts": ("data.acceptance_prompts",),
+    "attention.paged": (
+        "attention.triton_backend",
+        "attention.triton_generations",
+        "attention.triton_contexts",
+        "attention.online_softmax",
+    ),
     "attention.triton_mla": ("attention.mla",),
-    "attention.triton_paged": ("attention.paged",),
+    "attention.triton_paged": (
+        "attention.triton_backend",
+        "attention.triton_generations",
+        "attention.triton_contexts",
+        "attention.online_softmax",
+    ),
     "attention.triton_parts": ("attention.split_kv", "attention.tiles"),
     "cache": (),
     "cache.blocks": ("state.blocks",),

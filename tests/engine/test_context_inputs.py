@@ -36,7 +36,7 @@ from trtspec.metadata.mode import SpeculativeDecodingMode
 from trtspec.models.decoder import Decoder
 from trtspec.ops.layer.fp8 import Fp8Weight
 
-triton_paged = pytest.importorskip("trtspec.attention.paged", reason="needs triton")
+triton_backend = pytest.importorskip("trtspec.attention.triton_backend", reason="needs triton")
 MODES = {"none": False, "ngram": True, "eagle3": True, "mtp_eagle": False, "draft_target": False}
 """Each with its prompts whole or in chunks."""
 DRAFTING = ("eagle3", "draft_target")
@@ -120,7 +120,7 @@ class Uncaptured:
         return outputs
 
 
-class ContextsInTriton(triton_paged.TritonAttention):
+class ContextsInTriton(triton_backend.TritonAttention):
     """Generations, which are no concern of these tests, by torch: the interpreter is slow."""
 
     def attend(self, q: torch.Tensor, meta: AttentionMetadata, cached: CachedLayer) -> torch.Tensor:
@@ -362,12 +362,12 @@ def test_where_prompts_have_no_graphs_it_is_said(
 ) -> None:
     config, cuda = CudaGraphConfig(context_tokens=[64]), torch.device("cuda")
     quiet = build.graph_config(
-        CudaGraphConfig(), triton_paged.TritonAttention(), cuda, SpeculativeDecodingMode[mode]
+        CudaGraphConfig(), triton_backend.TritonAttention(), cuda, SpeculativeDecodingMode[mode]
     )
     assert quiet is not None and not caplog.records
     assert bool(quiet.context_sizes(4096, 4096)) == (mode == "EAGLE3_ONE_MODEL")
     kept = build.graph_config(
-        config, triton_paged.TritonAttention(), cuda, SpeculativeDecodingMode[mode]
+        config, triton_backend.TritonAttention(), cuda, SpeculativeDecodingMode[mode]
     )
     assert kept is not None
     if mode == "EAGLE3_ONE_MODEL":

@@ -23,7 +23,7 @@ from tiny_heads import eagle3_dir
 from torch import Tensor
 
 from trtspec import LLM, EagleDecodingConfig, KvCacheConfig, SamplingParams
-from trtspec.attention.paged import TritonAttention
+from trtspec.attention.triton_backend import TritonAttention
 from trtspec.ops.step.slots import draft_step_metadata
 
 UNAVAILABLE = why_unavailable()

@@ -11,9 +11,10 @@ from matrix import spread
 from torch import Tensor
 
 from trtspec import native
-from trtspec.attention import csrc_kernels, paged
+from trtspec.attention import csrc_kernels, triton_generations
 from trtspec.attention.base import CachedLayer
 from trtspec.attention.csrc_kernels import Cluster
+from trtspec.attention.online_softmax import kernel_arguments
 from trtspec.attention.split_kv import Tables
 from trtspec.layers import fused
 from trtspec.layers.linear import Linear
@@ -112,7 +113,7 @@ def attend(case: Case, way: Way) -> Tensor:
     """By the kernel with that cluster, whatever `attend` would choose."""
     q, cached, tables, rows = case
     out = torch.empty_like(q)
-    layer, queries = paged._arguments(q, cached, out)
+    layer, queries = kernel_arguments(q, cached, out)
     assert layer.dim == way.dim
     args = native.kernels(q), queries, cached, tables, layer, rows
     csrc_kernels.attend_clusters(*args, way.cluster)
@@ -250,7 +251,7 @@ def test_each_is_used_where_it_pays(
     monkeypatch.setattr(
         csrc_kernels, "attend_clusters", lambda *args: (calls.append(args[-1]), clusters(*args))
     )
-    assert torch.equal(paged.paged_attention(*case), expected)
+    assert torch.equal(triton_generations.paged_attention(*case), expected)
     assert calls == [cluster]
 
 
@@ -268,7 +269,7 @@ def test_longer_texts_have_more_thread_blocks(
 ) -> None:  # fmt: skip
     case, calls = make([*[40] * (requests - 1), longest], 1, dim=dim), list[object]()
     monkeypatch.setattr(csrc_kernels, "attend_clusters", lambda *args: calls.append(args[-1]))
-    paged.paged_attention(*case)
+    triton_generations.paged_attention(*case)
     assert calls == [cluster]
 
 
@@ -286,7 +287,7 @@ def test_many_rows_and_very_long_texts_are_left_to_triton(
     dim: int, rows: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(csrc_kernels, "attend_clusters", None)
-    paged.paged_attention(*make(lengths, rows, dim=dim))
+    triton_generations.paged_attention(*make(lengths, rows, dim=dim))
 
 
 @pytest.mark.parametrize("change", ["softcap", "sinks", "firsts", "float32", "page_size"])
@@ -306,5 +307,5 @@ def test_the_rest_is_left_to_triton(change: str, dim: int, monkeypatch: pytest.M
     else:
         cached = cached._replace(page_size=8)
         tables = tables._replace(blocks=tables.blocks.repeat_interleave(4, 1))
-    out = paged.paged_attention(q, cached, tables, rows)
+    out = triton_generations.paged_attention(q, cached, tables, rows)
     assert out.isfinite().all()

@@ -22,7 +22,7 @@ from trtspec.metadata.attention import AttentionMetadata
 from trtspec.ops.layer.fp8 import FP8
 from trtspec.ops.layer.kv_codes import put
 
-triton_paged = pytest.importorskip("trtspec.attention.paged", reason="needs triton")
+triton_backend = pytest.importorskip("trtspec.attention.triton_backend", reason="needs triton")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -39,7 +39,7 @@ def _check(meta: AttentionMetadata, heads: int, dim: int, dtype: torch.dtype, la
     generator = torch.Generator(device="cuda").manual_seed(1)
     q = torch.randn(meta.num_tokens, heads, dim, generator=generator, device="cuda").to(dtype)
     ours, again = (
-        attend(triton_paged.TritonAttention(), q, replace(coded, derived={}), layer=layer)
+        attend(triton_backend.TritonAttention(), q, replace(coded, derived={}), layer=layer)
         for _ in range(2)
     )
     assert ours.dtype == dtype and torch.equal(ours, again)
@@ -101,7 +101,7 @@ def test_nan(dim: int, side: int) -> None:
     nan = torch.full((1, 1, dim), torch.nan, device="cuda")
     put(group.layer_slots[0][side], slot[None], nan, torch.ones(1, device="cuda"))
     q = torch.randn(150, 3, dim, device="cuda").bfloat16()
-    backend = triton_paged.TritonAttention()
+    backend = triton_backend.TritonAttention()
     out = attend(backend, q, coded)
     expected = torch.arange(20, 170, device="cuda") >= 70
     assert torch.equal(out.isnan().flatten(1).all(1), expected)

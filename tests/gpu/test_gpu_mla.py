@@ -19,7 +19,7 @@ from trtspec import LLM, CudaGraphConfig, KvCacheConfig, MTPDecodingConfig, Samp
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.metadata.attention import AttentionMetadata, KVGroup
 
-triton_paged = pytest.importorskip("trtspec.attention.paged", reason="needs triton")
+triton_backend = pytest.importorskip("trtspec.attention.triton_backend", reason="needs triton")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -42,7 +42,7 @@ def _queries(rows: int, heads: int, dtype: torch.dtype) -> Tensor:
 
 def _check(meta: AttentionMetadata, q: Tensor) -> None:
     """Against the twin in fp32; twice, bit for bit."""
-    backend = triton_paged.TritonAttention()
+    backend = triton_backend.TritonAttention()
     ours, again = (
         attend(backend, q, replace(meta, derived={}), layer=1, scale=SCALE) for _ in range(2)
     )

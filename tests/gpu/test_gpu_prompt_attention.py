@@ -11,8 +11,9 @@ from matrix import spread
 from torch import Tensor
 
 from trtspec import native
-from trtspec.attention import csrc_prompts, paged
+from trtspec.attention import csrc_prompts, triton_contexts
 from trtspec.attention.base import CachedLayer
+from trtspec.attention.online_softmax import kernel_arguments
 from trtspec.attention.split_kv import Tables
 from trtspec.attention.tiles import tiles_on_device
 from trtspec.ops.layer.rope import CacheWrite, Rope, rope_and_write
@@ -112,9 +113,9 @@ def attend(case: Case) -> Tensor:
     """By the kernel, or the test fails."""
     q, cached, tables, tiles, _ = case
     out = torch.full_like(q, 7.0, memory_format=torch.contiguous_format)
-    layer, queries = paged._arguments(q, cached, out)
+    layer, queries = kernel_arguments(q, cached, out)
     assert csrc_prompts.module_for(queries, cached, layer) is not None
-    paged.context_attention(q, cached, tables, tiles, 128 // layer.per_kv, out)
+    triton_contexts.context_attention(q, cached, tables, tiles, 128 // layer.per_kv, out)
     return out
 
 
@@ -208,7 +209,7 @@ def test_a_graph_reads_what_the_kernel_before_it_wrote() -> None:
 
     def step() -> None:
         q = rope_and_write(qkv, rope, 8, to)
-        paged.context_attention(q, case.cached, case.tables, case.tiles, 32, out)
+        triton_contexts.context_attention(q, case.cached, case.tables, case.tiles, 32, out)
 
     step()
     torch.cuda.synchronize()
@@ -239,6 +240,6 @@ def test_the_rest_is_left_to_triton(change: str, monkeypatch: pytest.MonkeyPatch
     elif change == "page_size":
         cached = cached._replace(page_size=24)
     monkeypatch.setattr(csrc_prompts, "attend", None)
-    rows = paged._context_tile(q, cached)
+    rows = triton_contexts.tile_size(q, cached)
     first = torch.tensor([[0, 0, rows]], dtype=torch.int32, device="cuda")
-    paged.context_attention(q, cached, case.tables, first, rows, torch.empty_like(q))
+    triton_contexts.context_attention(q, cached, case.tables, first, rows, torch.empty_like(q))

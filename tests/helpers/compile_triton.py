@@ -131,9 +131,11 @@ def _latent_attention(heads: int, rows: int, dtype: torch.dtype) -> dict[str, An
 
 def _layers() -> dict[str, Any]:
     """One launch or more of every kernel of paged attention, layers, experts and the loss."""
-    from trtspec.attention import paged
+    from trtspec.attention import online_softmax
     from trtspec.attention.base import CachedLayer
     from trtspec.attention.split_kv import Tables
+    from trtspec.attention.triton_contexts import context_attention
+    from trtspec.attention.triton_generations import paged_attention
     from trtspec.layers.norm import RMSNorm
     from trtspec.ops.experts import triton as experts
     from trtspec.ops.experts import triton_fp8 as fp8_experts
@@ -163,17 +165,17 @@ def _layers() -> dict[str, Any]:
     tiles, cached = tables.blocks[:, :3], CachedLayer(slots, slots, 32, window=40, softcap=3.0)
     with_sinks = cached._replace(sinks=half(4))
     rope, to = Rope(torch.zeros(9, 64), indices(8)), CacheWrite(slots, slots, indices(8), 3, True)
-    _as_on_hopper(paged)
+    _as_on_hopper(online_softmax)
     codes, scales = slots.to(FP8), torch.ones(2)
     coded = cached._replace(k_slots=codes, v_slots=codes, k_scales=scales, v_scales=scales)
     to_codes = to._replace(k_slots=codes, v_slots=codes, k_scales=scales, v_scales=scales)
     ends, routing = torch.zeros(8, dtype=torch.int32), {"scoring": "sigmoid", "n_group": 4}
     route = partial(experts.route, **routing, topk_group=2, normalize=True, scale=2.0)
     launches: list[tuple[Callable[..., Any], *tuple[Any, ...]]] = [
-        (paged.paged_attention, q, with_sinks, tables._replace(firsts=indices(8)), 4),
-        (paged.context_attention, q, with_sinks, tables, tiles, 4, q),
-        (paged.paged_attention, q, cached, tables, 4),
-        (paged.context_attention, q, cached, tables, tiles, 4, q),
+        (paged_attention, q, with_sinks, tables._replace(firsts=indices(8)), 4),
+        (context_attention, q, with_sinks, tables, tiles, 4, q),
+        (paged_attention, q, cached, tables, 4),
+        (context_attention, q, cached, tables, tiles, 4, q),
         (triton_rope.rope_and_write, half(8, 8, 64), rope, 4, to, (norm, norm), True),
         (triton_rope.rope_and_write, half(8, 8, 64), rope, 4, to),
         (triton_rope.rope_queries, q, rope, norm),
@@ -211,8 +213,8 @@ def _layers() -> dict[str, Any]:
     for launch in launches:
         found |= compiled(*launch)
     for launch in (
-        (paged.paged_attention, q, coded, tables, 4),
-        (paged.context_attention, q, coded, tables, tiles, 4, q),
+        (paged_attention, q, coded, tables, 4),
+        (context_attention, q, coded, tables, tiles, 4, q),
         (triton_rope.rope_and_write, half(8, 8, 64), rope, 4, to_codes, (norm, norm), True),
         (triton_rope.rope_and_write, half(8, 8, 64), rope, 4, to_codes),
     ):

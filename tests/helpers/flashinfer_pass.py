@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trtspec.attention.paged import TritonAttention
+from trtspec.attention.triton_backend import TritonAttention
 from trtspec.errors import ConfigError
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS, AttentionMetadata, KVGroup
 

@@ -21,7 +21,7 @@ from trtspec.ops.layer.latent import rope_and_write_latent
 from trtspec.ops.layer.rope import CacheWrite, Rope, rope_and_write
 
 pytest.importorskip("triton", reason="needs triton")
-from trtspec.attention.paged import TritonAttention
+from trtspec.attention.triton_backend import TritonAttention
 from trtspec.ops.layer import triton_latent, triton_rope
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,7 +18,7 @@ from trtspec.ops.tokens import probability
 from trtspec.ops.tokens.markov_walk import MarkovTables, walk_by_draft
 
 triton_packing = pytest.importorskip("trtspec.ops.step.triton_packing", reason="needs triton")
-from trtspec.attention.paged import TritonAttention  # noqa: E402
+from trtspec.attention.triton_backend import TritonAttention  # noqa: E402
 from trtspec.ops.tokens import triton_probability  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -182,7 +182,7 @@ def test_attention(
     monkeypatch: pytest.MonkeyPatch, programs: int, heads: tuple[int, int], dim: int,
     window: int | None, lens: list[int],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("trtspec.attention.paged._cut", lambda *_: (16, programs))
+    monkeypatch.setattr("trtspec.attention.triton_generations._cut", lambda *_: (16, programs))
     meta = make_pass([1, 70, 33, 130], 4, heads[1], dim, 8, max_seq_len=4096)
     packed = packed_pass(meta, lens)
     q = torch.randn(16, heads[0], dim, generator=torch.Generator().manual_seed(2)).to(DEVICE)

@@ -20,7 +20,11 @@ from trtspec.metadata.attention import (
 from trtspec.ops.step.rows import largest_of_rows
 from trtspec.ops.step.slots import slot_mapping
 
-triton_paged = pytest.importorskip("trtspec.attention.paged", reason="needs triton")
+pytest.importorskip("triton", reason="needs triton")
+
+from trtspec.attention import triton_contexts, triton_generations
+from trtspec.attention.split_kv import Tables
+from trtspec.attention.triton_backend import TritonAttention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WHOLE = DEVICE == "cuda" or full()  # the interpreter is slow
@@ -54,7 +58,7 @@ def test_equals_torch(
         for h in (q_heads, kv_heads, kv_heads)
     )
     outs = []
-    for backend in (TorchAttention(), triton_paged.TritonAttention()):
+    for backend in (TorchAttention(), TritonAttention()):
         outs.append(write_and_attend(backend, q, k, v, meta, window=window))
     torch.testing.assert_close(outs[1], outs[0], atol=2e-5, rtol=1e-4)
 
@@ -69,8 +73,8 @@ def test_any_cut_of_ragged_texts_is_the_same(
 ) -> None:  # fmt: skip
     """Requests of one part, of full parts alone, and of full parts and a rest; joined in one turn
     and in several."""
-    monkeypatch.setattr(triton_paged, "_cut", lambda *_: (16, programs))
-    monkeypatch.setattr(triton_paged, "JOIN_PROGRAMS", join_programs)
+    monkeypatch.setattr(triton_generations, "_cut", lambda *_: (16, programs))
+    monkeypatch.setattr(triton_generations, "JOIN_PROGRAMS", join_programs)
     rows, lengths = 3, [1, 350, 29, 13, 160] if WHOLE else [1, 190, 29, 13, 96]
     meta = make_pass(lengths, rows, 2, 16, 8, max_seq_len=4096)
     generator = torch.Generator().manual_seed(4)
@@ -78,7 +82,7 @@ def test_any_cut_of_ragged_texts_is_the_same(
     sinks = _sinks(6) if has_sinks else None
     ours, twin = (
         attend(backend, q, meta, window=window, sinks=sinks)
-        for backend in (triton_paged.TritonAttention(), TorchAttention())
+        for backend in (TritonAttention(), TorchAttention())
     )
     torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
 
@@ -97,7 +101,7 @@ def test_rows_that_see_both_ways_with_windows_of_their_own(
     has_sinks: bool,
 ) -> None:  # fmt: skip
     """Against every row's own keys; some rows are past the maximum length."""
-    monkeypatch.setattr(triton_paged, "_cut", lambda *_: (16, programs))
+    monkeypatch.setattr(triton_generations, "_cut", lambda *_: (16, programs))
     window, lengths, page = 40, [3, 90, 199 - rows // 2], 8
     q_heads, kv_heads = heads
     meta = make_pass(lengths, rows, kv_heads, dim, page, max_seq_len=200)
@@ -108,7 +112,7 @@ def test_rows_that_see_both_ways_with_windows_of_their_own(
     sinks = _sinks(q_heads) if has_sinks else None
     ours, twin = (
         attend(backend, q, both_ways, window=window, sinks=sinks)
-        for backend in (triton_paged.TritonAttention(), TorchAttention())
+        for backend in (TritonAttention(), TorchAttention())
     )
     assert torch.isfinite(ours).all()
     k_slots, v_slots = (slots.double() for slots in meta.kv_groups[0].layer_slots[0])
@@ -160,7 +164,7 @@ def test_contexts(
     sinks = _sinks(q_heads) if has_sinks else None
     ours, twin = (
         attend(backend, q, meta, window=window, sinks=sinks)
-        for backend in (triton_paged.TritonAttention(), TorchAttention())
+        for backend in (TritonAttention(), TorchAttention())
     )
     assert any(key[0] == "context tiles" for key in meta.derived), "torch's operations ran"
     torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
@@ -187,7 +191,7 @@ def test_a_short_rest_of_a_prompt_in_a_captured_pass(
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(rows, q_heads, dim, generator=generator).to(DEVICE)
-    ours = attend(triton_paged.TritonAttention(), q, meta, window=window)
+    ours = attend(TritonAttention(), q, meta, window=window)
     twin = attend(TorchAttention(), q[:count], known, window=window)
     assert not any(key[0] == "context tiles" for key in meta.derived), "it was cut into tiles"
     torch.testing.assert_close(ours[:count], twin, atol=2e-5, rtol=1e-4)
@@ -210,8 +214,8 @@ def test_blocks_that_every_row_sees(
 
     `parts` is what a tile's keys are cut into.
     """
-    monkeypatch.setattr(triton_paged, "_has_room", lambda _: has_room)
-    monkeypatch.setattr(triton_paged, "_context_parts", lambda _: parts)
+    monkeypatch.setattr(triton_contexts, "_has_room", lambda _: has_room)
+    monkeypatch.setattr(triton_contexts, "_context_parts", lambda _: parts)
     page, spans = 16, [(0, 70), (390, 37), (63, 2), (62, 3), (126, 3), (128, 1)]
     q_heads, kv_heads = heads
     texts = make_pass([s + n for s, n in spans], 1, kv_heads, dim, page, max_seq_len=4096)
@@ -223,15 +227,15 @@ def test_blocks_that_every_row_sees(
     k_slots, v_slots = group.layer_slots[0]
     sinks = _sinks(q_heads).to(dtype) if parts in (1, 3) else None
     cached = CachedLayer(k_slots, v_slots, page, window=window, softcap=softcap, sinks=sinks)
-    size, start = triton_paged._context_tile(q, cached), 0
+    size, start = triton_contexts.tile_size(q, cached), 0
     tiles: list[tuple[int, int, int]] = [(2, rows - 1, 0)]
     for i, (_, count) in enumerate(spans):
         tiles += [(i, start + j, min(size, count - j)) for j in range(0, count, size)]
         start += count
     out = torch.full_like(q, torch.nan)
-    tables = triton_paged.Tables(texts.block_tables[0], torch.cat([positions, positions[:1]]))
+    tables = Tables(texts.block_tables[0], torch.cat([positions, positions[:1]]))
     tile_table = torch.tensor(tiles, dtype=torch.int32, device=DEVICE)
-    triton_paged.context_attention(q, cached, tables, tile_table, size, out)
+    triton_contexts.context_attention(q, cached, tables, tile_table, size, out)
     assert out[-1].isnan().all()
     meta = replace(
         texts, context_lens=tuple(n for _, n in spans), num_generations=0, rows_per_generation=1,
@@ -266,7 +270,7 @@ def test_capped_scores(softcap: float, scale: float | None, window: int | None) 
     ours, twin, plain = (
         attend(backend, q.to(DEVICE), meta, **options, softcap=cap)
         for backend, cap in (
-            (triton_paged.TritonAttention(), softcap), (TorchAttention(), softcap),
+            (TritonAttention(), softcap), (TorchAttention(), softcap),
             (TorchAttention(), None),
         )
     )  # fmt: skip
@@ -281,7 +285,7 @@ def test_rows_past_the_maximum_length_are_inert() -> None:
     q, k, v = (torch.randn(8, h, 16, generator=generator).to(DEVICE) for h in (4, 2, 2))
     ours, twin = (
         write_and_attend(backend, q, k, v, meta)
-        for backend in (triton_paged.TritonAttention(), TorchAttention())
+        for backend in (TritonAttention(), TorchAttention())
     )
     torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
     assert torch.isfinite(ours).all()
@@ -319,7 +323,7 @@ def test_blocks_behind_the_window_are_not_missed(
         group.v_cache[:, table[i, :behind]] = torch.nan
         table[i, :behind] = NULL_BLOCK
     group.k_cache[:, NULL_BLOCK] = group.v_cache[:, NULL_BLOCK] = 0
-    for backend in (TorchAttention(), triton_paged.TritonAttention()):
+    for backend in (TorchAttention(), TritonAttention()):
         freed = replace(meta, block_tables=(table,), derived={})
         torch.testing.assert_close(
             attend(backend, q, freed, window=window), whole, atol=near, rtol=near

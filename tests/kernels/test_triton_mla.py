@@ -24,7 +24,7 @@ from trtspec.ops.layer.latent import rope_and_write_latent
 from trtspec.ops.layer.rope import CacheWrite, Rope
 
 triton_mla = pytest.importorskip("trtspec.attention.mla", reason="needs triton")
-from trtspec.attention.paged import TritonAttention  # noqa: E402
+from trtspec.attention.triton_backend import TritonAttention  # noqa: E402
 from trtspec.ops.layer import triton_latent  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

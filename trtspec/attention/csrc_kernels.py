@@ -1,7 +1,8 @@
 """Attention of generations by the CUDA C++ kernel of `csrc/`.
 
 A group is a request and a KV head, whose keys a cluster of thread blocks reads, or one block alone
-(csrc/include/trtspec/cluster_attention.cuh). Triton's kernel (`paged.py`) serves what it does not.
+(csrc/include/trtspec/cluster_attention.cuh). Triton's kernel (`triton_generations.py`) serves what
+it does not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention of contexts by the CUDA C++ kernel of `csrc/`, on Hopper.
 
 It multiplies 64 pairs of a row and a head with 128 keys at a time, by the products of a warpgroup,
-which no other GPU has (csrc/include/trtspec/prompt_attention.cuh). Triton's kernel (`paged.py`)
-serves what it does not.
+which no other GPU has (csrc/include/trtspec/prompt_attention.cuh). Triton's kernel
+(`triton_contexts.py`) serves what it does not.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from .base import CachedLayer
-from .paged import TritonAttention
+from .triton_backend import TritonAttention
 
 logger = logging.getLogger(__name__)
 

@@ -86,7 +86,7 @@ def latent_paged_attention(
 
     Args:
         q: [G * rows, H, L + R].
-        tables, rows: as of `paged.paged_attention`.
+        tables, rows: as of `triton_generations.paged_attention`.
     """
     (num_seqs, table_width), layer = tables.blocks.shape, _layer(q, cached, out)
     blocks = _blocks(q, layer, rows)
@@ -136,7 +136,7 @@ def latent_context_attention(
 
     Args:
         q: [T, H, L + R].
-        tables, tiles, tile_rows: as of `paged.context_attention`.
+        tables, tiles, tile_rows: as of `triton_contexts.context_attention`.
     """
     layer = _layer(q, cached, out)
     blocks = _blocks(q, layer, tile_rows)

@@ -91,7 +91,7 @@ def attention_backend(name: str, device: torch.device) -> AttentionBackend:
     if device.type != "cuda":
         raise ConfigError(f"attn_backend={name!r} needs device='cuda'; on CPU use 'torch'.")
     try:
-        from ..attention.paged import TritonAttention
+        from ..attention.triton_backend import TritonAttention
     except ImportError as error:
         if asked != "auto":
             raise ConfigError(
