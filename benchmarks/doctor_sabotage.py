@@ -33,6 +33,7 @@ from torch import Tensor
 
 from trtspec import LLM, SamplingParams
 from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints.place import LoadOptions
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.checkpoints.zoo import resolve_head, resolve_model
 from trtspec.data.acceptance_prompts import AcceptancePrompt, load_prompts
@@ -231,7 +232,8 @@ class Clinic:
             [list(prompt.messages) for prompt in chosen], SamplingParams(max_tokens=max_tokens)
         )
         self.target: Decoder = load_decoder(
-            model_dir, torch.float32, device, TorchAttention(), pack=False
+            model_dir,
+            LoadOptions(dtype=torch.float32, device=device, backend=TorchAttention(), pack=False),
         )
         self.tokenizer = llm.tokenizer
         self.texts: Sequences = texts_of(

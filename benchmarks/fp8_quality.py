@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trtspec.attention.dense import DensePass
 from trtspec.attention.torch_sdpa import TorchAttention
-from trtspec.checkpoints.place import WeightForm
+from trtspec.checkpoints.place import LoadOptions, WeightForm
 from trtspec.checkpoints.tokenizer import load_tokenizer
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.checkpoints.zoo import resolve_model
@@ -70,7 +70,8 @@ def all_log_probabilities(
 ) -> list[Tensor]:
     """Returns those of a model's next tokens in each text, on the CPU."""
     device = texts[0].device
-    model = load_decoder(directory, dtype, device, TorchAttention(), form=form)
+    options = LoadOptions(dtype=dtype, device=device, backend=TorchAttention(), form=form)
+    model = load_decoder(directory, options)
     with torch.no_grad():
         return [log_probabilities(model, text).cpu() for text in texts]
 

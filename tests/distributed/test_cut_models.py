@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from loading import ON_CPU
 from oracle import prompt_tensors
 from thread_ranks import ThreadRanks
 from tiny import prefill_metadata, tiny_model_dir
@@ -17,21 +18,17 @@ from tiny_step import MOE as STEP_MOE
 from tiny_step import step_dir
 from torch import Tensor
 
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.tensors import TensorSource
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.distributed.comm import Communicator
 from trtspec.distributed.logits import ShardedLogits, whole
-from trtspec.distributed.parallel import Cut, Parallel
+from trtspec.distributed.parallel import ONE_RANK, Cut, Parallel
 from trtspec.errors import ConfigError
 from trtspec.models.decoder import Decoder
 
-CPU = torch.device("cpu")
 
-
-def load(path: Path, parallel: Parallel | None = None) -> Decoder:
-    options = {} if parallel is None else {"parallel": parallel}
-    return load_decoder(path, torch.float32, CPU, TorchAttention(), **options)
+def load(path: Path, parallel: Parallel = ONE_RANK) -> Decoder:
+    return load_decoder(path, ON_CPU, parallel)
 
 
 def logits_of(model: Decoder, prompts: list[Tensor]) -> Tensor:

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from dflash_cases import WINDOWS
+from loading import UNPACKED_HEAD
 from matrix import full, thinned
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model_dir
 from tiny_dflash import dflash_dir
 from unrolled import (
     CAPTURED,
-    CPU,
     F32,
     TRAIN_CONFIG,
     VOCAB,
@@ -29,9 +29,8 @@ from unrolled import (
     padded_texts,
 )
 
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.doctor import Diagnosis, diagnose, exam
 from trtspec.doctor.blocks import block_trials
 from trtspec.models.drafters.dflash import DFlashHead
@@ -356,7 +355,7 @@ def test_windows_are_those_of_the_cured_config(
 ) -> None:
     """A window reaches back from a block's start where rows see ahead, else from each row."""
     target = load_target(tiny_model_dir(tmp_path, num_hidden_layers=8))
-    options = LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False)
+    options = UNPACKED_HEAD
     texts = padded_texts([[24], [20, 4]], 24)
     found = []
     for number, inner in enumerate((config, {**config, **cured})):

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from loading import UNPACKED_HEAD
 from oracle import Oracle
 from perfect_blocks import PERIOD, PerfectBlocks
 from safetensors.torch import load_file, save_file
-from unrolled import CPU, F32, load_target
+from unrolled import load_target
 
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.doctor import Diagnosis, diagnose
 from trtspec.doctor.exam import HeadExam
 from trtspec.models.decoder import Decoder
@@ -111,7 +111,7 @@ def test_a_longer_block_is_no_cure_for_a_draft_less(tmp_path: Path) -> None:
     out = PERFECT.head(tmp_path / "head", "period", "dflash2", BLOCK)
     raw = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**raw, "sample_from_anchor": True}))
-    options = LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False)
+    options = UNPACKED_HEAD
     head = load_head(out, case.target, HeadRequest(), options)
     exam = HeadExam(case.target, head, case.texts, None, {})
     lengths = [trial for trial in exam.trials() if "block_size" in trial.cure]

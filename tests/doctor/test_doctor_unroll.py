@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from loading import HEAD_ON_CPU
 from masked import MASKED_CASES, make_masked_case
 from tiny import tiny_model_dir
 from tiny_gemma import assistant_dir, gemma_dir
 from tiny_gemma_assistant import assistant_case
 from tiny_heads import MASK_TOKEN
 from torch import Tensor
-from unrolled import CPU, F32, load_target, padded_texts
+from unrolled import load_target, padded_texts
 
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.doctor.draft_model import DraftModel, unroll_model
 from trtspec.models.drafters.clustered_head import LOWEST
 from trtspec.train.records import DraftStep, Sequences
@@ -36,7 +36,7 @@ def _run_head(target_dir: Path, head_dir: Path, kind: str, texts: Sequences) -> 
         head_dir,
         target,
         HeadRequest(kind=kind, num_mtp_layers=1),
-        LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1),
+        HEAD_ON_CPU,
     )
     teacher = teach(target, head, texts)
     steps = list(unroll(head, texts, teacher.hidden, STEPS, teacher.keys))

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from loading import UNPACKED_HEAD
 from tiny import tiny_model_dir
 from tiny_dflash import dflash_dir
 from tiny_heads import MASK_TOKEN, eagle1_dir, eagle3_dir
 from tiny_trained import load_target
 from torch import nn
 
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.doctor import _compare_with_training
 from trtspec.doctor.captures import capture_trials
 from trtspec.doctor.diagnosis import Diagnosis, Finding, _ordinal
@@ -279,13 +279,7 @@ def _load(directory: Path, target: Decoder) -> DraftHead:
         directory,
         target,
         HeadRequest(),
-        LoadOptions(
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            backend=TorchAttention(),
-            kv_group=1,
-            pack=False,
-        ),
+        UNPACKED_HEAD,
     )
 
 

@@ -479,7 +479,8 @@ def test_it_is_the_default_where_that_is_safe(monkeypatch: pytest.MonkeyPatch) -
     def chooses(config: Any, device: str = "cuda", size: int = 1, head: str = HEAD) -> bool:
         parallel = SimpleNamespace(size=size)
         target: Any = SimpleNamespace(
-            device=torch.device(device), config=SimpleNamespace(parallel=parallel)
+            options=SimpleNamespace(device=torch.device(device)),
+            config=SimpleNamespace(parallel=parallel),
         )
         return may_choose(config, resolve_head(head), target)
 
@@ -504,7 +505,8 @@ def test_a_suffix_lookup_chooses_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(config: SADecodingConfig, device: str = "cuda", size: int = 1) -> LoadedDrafter:
         parallel = SimpleNamespace(size=size)
         target: Any = SimpleNamespace(
-            device=torch.device(device), config=SimpleNamespace(parallel=parallel, vocab_size=9)
+            options=SimpleNamespace(device=torch.device(device)),
+            config=SimpleNamespace(parallel=parallel, vocab_size=9),
         )
         return drafters.drafter_loader(config).load(target)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from loading import ON_CPU, UNPACKED
 from tiny import tiny_model_dir
 from tiny_copied import Copied
 from tiny_gemma import assistant_dir, gemma_dir
@@ -13,9 +15,8 @@ from tiny_heads import MASK_TOKEN, p_eagle_dir, pard_dir
 from tiny_trained import load_target
 from torch import Tensor
 
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.doctor import Diagnosis, diagnose, texts_of
 from trtspec.doctor.draft_model import DraftModel, unroll_model
@@ -38,15 +39,14 @@ def _pair(kind: str, path: Path) -> tuple[Path, Path]:
 
 @torch.no_grad()
 def _logits(kind: str, pair: tuple[Path, Path], device: torch.device) -> list[Tensor]:
-    backend = TorchAttention()
-    options = torch.float32, device, backend
-    target, texts = load_decoder(pair[0], *options), texts_of(PROMPTS, WRITTEN, device)
+    options = replace(ON_CPU, device=device)
+    target, texts = load_decoder(pair[0], options), texts_of(PROMPTS, WRITTEN, device)
     if kind == "pard":
-        model = DraftModel(load_decoder(pair[1], *options), MASK_TOKEN)
+        model = DraftModel(load_decoder(pair[1], options), MASK_TOKEN)
         steps = unroll_model(model, texts, 3)
         return [model.compute_logits(s.hidden[s.rows], s.step).cpu() for s in steps]
     head_kind = "mtp" if kind.startswith("gemma") else "eagle"
-    kept = LoadOptions(dtype=torch.float32, device=device, backend=backend, kv_group=1)
+    kept = replace(options, kv_group=1)
     head = load_head(pair[1], target, HeadRequest(kind=head_kind, num_mtp_layers=1), kept)
     teacher = teach(target, head, texts)
     steps = unroll(head, texts, teacher.hidden, 3, teacher.keys)
@@ -62,7 +62,7 @@ def test_steps_are_those_of_the_cpu(kind: str, tmp_path: Path) -> None:
 
 
 def _examined(pair: tuple[Path, Path], copied: Copied, device: torch.device) -> Diagnosis:
-    target = load_decoder(pair[0], torch.float32, device, TorchAttention(), pack=False)
+    target = load_decoder(pair[0], replace(UNPACKED, device=device))
     return diagnose(target, pair[1], None, copied.texts.to(device))
 
 

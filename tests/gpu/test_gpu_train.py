@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from loading import UNPACKED
 from steady import no_waiting
 from tiny import tiny_model_dir
 from torch import Tensor
 from unrolled import CAPTURED, TRAIN_CONFIG, VOCAB, padded_texts
 
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.base import DraftHead
@@ -33,7 +33,9 @@ TEXTS = padded_texts([[20, 9], [30], [12, 12]], 32)
 def _pair(path: Path, kind: str, dtype: torch.dtype, device: str) -> tuple[Decoder, DraftHead]:
     if not (path / "model").exists():
         tiny_model_dir(path, seed=1, num_hidden_layers=6).rename(path / "model")
-    target = load_decoder(path / "model", dtype, torch.device(device), TorchAttention(), pack=False)
+    target = load_decoder(
+        path / "model", replace(UNPACKED, dtype=dtype, device=torch.device(device))
+    )
     spec = NewHead(
         kind=kind,
         layers_to_capture=CAPTURED,

@@ -21,6 +21,7 @@ from drafting import (
     run_with_changing_draft_len,
     run_with_rests,
 )
+from loading import HEAD_ON_CPU, ON_CPU
 from masked import MaskedScript
 from oracle import VOCAB
 from safetensors.torch import load_file, save_file
@@ -30,9 +31,8 @@ from tiny_dflash import LAYERS, as_speculators, dflash_dir
 from tiny_heads import eagle3_dir
 
 from trtspec import LLM, DFlashDecodingConfig, EagleDecodingConfig, SamplingParams
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.metadata.embeds import RowEmbeds
@@ -111,8 +111,7 @@ WINDOW = {
     ],
 )
 def test_speculators_model(target_dir: Path, tmp_path: Path, flags: dict[str, Any]) -> None:
-    device = torch.device("cpu")
-    target = load_decoder(target_dir, torch.float32, device, TorchAttention())
+    target = load_decoder(target_dir, ON_CPU)
     model = build_dflash(**flags)
     model.embed_tokens.weight.data.copy_(target.embed_tokens.weight)
     if model.lm_head.weight.shape == target.embed_tokens.weight.shape:  # then it is not saved
@@ -122,7 +121,7 @@ def test_speculators_model(target_dir: Path, tmp_path: Path, flags: dict[str, An
         tmp_path / "head",
         target,
         HeadRequest(kind="dspark" if flags.get("name") == "dspark" else "dflash"),
-        LoadOptions(dtype=torch.float32, device=device, backend=TorchAttention(), kv_group=0),
+        ON_CPU,
     )
     assert isinstance(head, DFlashHead)
     assert (head.d2t is None) == (model.d2t is None or not bool(model.d2t.any()))
@@ -189,7 +188,7 @@ def test_the_target_s_scale_is_of_a_shared_embedding(
 ) -> None:
     """A copy of the target's embedding in the head's file is the head's own. Images stay as they
     are."""
-    target = load_decoder(target_dir, torch.float32, torch.device("cpu"), TorchAttention())
+    target = load_decoder(target_dir, ON_CPU)
     target.config = dataclasses.replace(target.config, embedding_scale=3.0)
     path = dflash_dir(tmp_path, own_embedding=copied is not None)
     weight = target.embed_tokens.weight
@@ -198,9 +197,7 @@ def test_the_target_s_scale_is_of_a_shared_embedding(
         save_file(tensors, path / "model.safetensors")
     if copied is False:
         weight = load_file(path / "model.safetensors")["embed_tokens.weight"]
-    options = LoadOptions(
-        dtype=torch.float32, device=torch.device("cpu"), backend=TorchAttention(), kv_group=1
-    )
+    options = HEAD_ON_CPU
     head = load_head(path, target, HeadRequest(kind="dflash"), options)
     ids, image = torch.tensor([5, 6, 7]), torch.randn(1, weight.shape[1])
     expected = weight[ids] * (3 if copied is None else 1)

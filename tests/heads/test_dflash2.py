@@ -14,19 +14,19 @@ import pytest
 import torch
 from dflash_cases import DFLASH2_CASES, PathScript, make_dflash2_case
 from drafting import Case, cases_by_k, run_random_schedule, run_with_changing_draft_len
+from loading import UNPACKED_HEAD
 from matrix import cpu_engine
 from oracle import VOCAB, Oracle, random_prompts
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks
 from tiny import tiny_model_dir
 from tiny_dflash import DFLASH2, LAYERS, as_speculators, dflash_dir
-from unrolled import CPU, F32, STEPS, load_target, padded_texts
+from unrolled import STEPS, load_target, padded_texts
 
 from trtspec import DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams, cli
 from trtspec.attention.blocks import BlockPass
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.distributed.logits import ShardedLogits, top_tokens
 from trtspec.errors import CheckpointError
 from trtspec.models.drafters.dflash import DFlashHead
@@ -222,7 +222,7 @@ def test_along_whole_sequences(target_dir: Path, tmp_path: Path) -> None:
     case.naive.flags["independent"] = True  # logits alone, before the choice
     assert isinstance(case.config, DFlashDecodingConfig)
     target = load_target(target_dir)
-    options = LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False)
+    options = UNPACKED_HEAD
     head = load_head(
         Path(str(case.config.speculative_model)), target, HeadRequest(kind="dflash"), options
     )

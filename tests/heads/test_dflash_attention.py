@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from loading import ON_CPU, UNPACKED
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks
 from tiny import prefill_metadata, tiny_model_dir
@@ -22,9 +23,8 @@ from tiny_heads import HEADS, MASK_TOKEN
 from torch import Tensor
 
 from trtspec import LLM, DFlashDecodingConfig, cli
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head, read_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.distributed.comm import ALONE, Communicator
 from trtspec.distributed.parallel import Parallel
@@ -56,8 +56,8 @@ def config_of(head: Path) -> HeadConfig:
 
 
 def load(head: Path, target_dir: Path, comm: Communicator = ALONE, pack: bool = True) -> DFlashHead:
-    target = load_decoder(target_dir, F32, CPU, TorchAttention(), parallel=Parallel(comm))
-    options = LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=0, pack=pack)
+    target = load_decoder(target_dir, ON_CPU, Parallel(comm))
+    options = replace(ON_CPU, pack=pack)
     model = load_head(head, target, HeadRequest(), options)
     assert isinstance(model, DFlashHead)
     return model
@@ -210,7 +210,7 @@ def test_ranks_cut_sinks_and_values_with_their_heads(
 def test_a_new_head_does_not_begin_with_one_that_has_sinks(
     target_dir: Path, tmp_path: Path
 ) -> None:
-    target = load_decoder(target_dir, F32, CPU, TorchAttention(), pack=False)
+    target = load_decoder(target_dir, UNPACKED)
     spec = NewHead(
         kind="dflash",
         num_layers=2,

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from loading import ON_CPU
 from speculators_reference import build_eagle3, parallel_logits, save_eagle3, step_logits
 from tiny import DEFAULTS, prefill_metadata, tiny_model_dir
 from torch import Tensor
 
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.base import DraftHead
@@ -54,7 +54,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     path = tiny_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_hidden_layers=8)
-    return load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+    return load_decoder(path, ON_CPU)
 
 
 def _load(model: Any, path: Path, target: Decoder) -> DraftHead:
@@ -67,9 +67,7 @@ def _read(path: Path, target: Decoder) -> DraftHead:
         path,
         target,
         HeadRequest(kind="eagle"),
-        LoadOptions(
-            dtype=torch.float32, device=torch.device("cpu"), backend=TorchAttention(), kv_group=0
-        ),
+        ON_CPU,
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint import edit_tensors, set_config
+from loading import HEAD_ON_CPU, ON_CPU
 from safetensors.torch import load_file, save_file
 from speculators_reference import build_eagle3, save_eagle3
 from tiny import tiny_model_dir
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head, read_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, TrtspecError
 from trtspec.models.decoder import Decoder
@@ -39,10 +40,7 @@ Tensors = dict[str, Tensor]
 
 
 def _target(path: Path) -> Decoder:
-    return load_decoder(path, torch.float32, CPU, TorchAttention())
-
-
-LOAD_OPTIONS = LoadOptions(dtype=torch.float32, device=CPU, backend=TorchAttention(), kv_group=1)
+    return load_decoder(path, ON_CPU)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +51,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def _load(path: Path, target: Decoder, kind: str = "eagle", **options: Any) -> DraftHead:
     request = HeadRequest(kind=kind, **{"num_mtp_layers": 1, **options})
-    return load_head(path, target, request, LOAD_OPTIONS)
+    return load_head(path, target, request, HEAD_ON_CPU)
 
 
 def _refused(path: Path, target: Decoder, message: str, **options: Any) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from drafting import run_random_schedule
 from freed_blocks import Ledger, assert_nothing_leaked, poison_free_blocks
+from loading import ON_CPU
 from matrix import covering
 from safetensors.torch import load_file, save_file
 from tiny import prefill_metadata
@@ -30,7 +31,6 @@ from tiny_step import (
 )
 
 from trtspec import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import read_head
 from trtspec.checkpoints.hf_config import load_config, parse_config
 from trtspec.checkpoints.weights import load_decoder
@@ -51,7 +51,7 @@ def oracle(target: Path) -> StepOracle:
 
 
 def test_the_target_equals_transformers(target: Path, oracle: StepOracle) -> None:
-    model = load_decoder(target, torch.float32, torch.device("cpu"), TorchAttention())
+    model = load_decoder(target, ON_CPU)
     assert len(model.kv_group_specs(torch.float32)) == 2
     rng = random.Random(0)
     texts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (30, 7)]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from loading import ON_CPU
 from tiny import prefill_metadata
 from transformers import AutoModelForCausalLM
 
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.weights import load_decoder
 
 VOCAB = 97
@@ -84,7 +84,7 @@ def logit_error(path: Path, prompts: list[torch.Tensor]) -> tuple[float, float]:
     reference = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     ).eval()
-    model = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+    model = load_decoder(path, ON_CPU)
     meta, positions = prefill_metadata(model.config, [len(prompt) for prompt in prompts])
     with torch.no_grad():
         hidden = model(torch.cat(prompts), positions, meta)

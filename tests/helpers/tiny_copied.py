@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loading import HEAD_ON_CPU, ON_CPU
 from torch import Tensor
 
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.doctor.draft_model import DraftModel, unroll_model
 from trtspec.models.decoder import Decoder
@@ -58,7 +58,7 @@ class Copied:
             directory,
             self.target,
             HeadRequest(kind=kind, num_mtp_layers=num_mtp_layers),
-            LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1),
+            HEAD_ON_CPU,
         )
         teacher = self.real_teach(self.target, head, self.texts)
         for step in module.unroll(head, self.texts, teacher.hidden, STEPS, teacher.keys):
@@ -69,7 +69,7 @@ class Copied:
 
     @torch.no_grad()
     def follow_model(self, directory: Path, mask_token_id: int) -> None:
-        model = load_decoder(directory, F32, CPU, TorchAttention())
+        model = load_decoder(directory, ON_CPU)
         drafter = DraftModel(model, mask_token_id)
         for step in unroll_model(drafter, self.texts, STEPS):
             self._follow(step.step, drafter.compute_logits(step.hidden, step.step).argmax(-1))

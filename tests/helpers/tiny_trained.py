@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from loading import UNPACKED, UNPACKED_HEAD
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from trtspec import LLM, SamplingParams
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head, read_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.checkpoints.weights import load_decoder, placements
 from trtspec.doctor import texts_of
 from trtspec.models.decoder import Decoder
@@ -31,7 +31,7 @@ Change = Callable[[dict[str, Any], Tensors], None]
 
 
 def load_target(path: Path) -> Decoder:
-    return load_decoder(path, F32, CPU, TorchAttention(), pack=False)
+    return load_decoder(path, UNPACKED)
 
 
 def greedy_texts(target_dir: Path, count: int = 10, length: int = 30) -> Sequences:
@@ -69,7 +69,7 @@ def trained_head(
         head_dir,
         target,
         HeadRequest(kind=kind, num_mtp_layers=1),
-        LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False),
+        UNPACKED_HEAD,
     )
     tensors, own = _tensors(head_dir), dict(_places(head, head_dir, kind))
     parameters = {id(p): p for p, _, _, _ in own.values()}

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from loading import UNPACKED
 
 from trtspec import LLM, SamplingParams
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.train.records import Sequences
 from trtspec.train.trainer import TrainConfig
@@ -18,7 +18,7 @@ CAPTURED, VOCAB, STEPS = (1, 3, 4), 96, 3
 
 
 def load_target(path: Path):
-    return load_decoder(path, F32, CPU, TorchAttention(), pack=False)
+    return load_decoder(path, UNPACKED)
 
 
 def padded_texts(lengths: list[list[int]], width: int, seed: int = 0) -> Sequences:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from loading import HEAD_ON_CPU, ON_CPU, UNPACKED, UNPACKED_HEAD
 from matrix import MTP, Drafters, config_of, covering, cpu_engine
 from oracle import Oracle, logit_error, random_prompts
 from oracle import prompt_tensors as _texts
@@ -22,9 +23,8 @@ from torch import Tensor
 
 from trtspec import LLM, MTPDecodingConfig, SamplingParams
 from trtspec.attention.dense import DensePass
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, ConfigError
@@ -44,7 +44,7 @@ YARN = {
 
 
 def _load(path: Path, pack: bool = True) -> Decoder:
-    return load_decoder(path, torch.float32, CPU, TorchAttention(), pack=pack)
+    return load_decoder(path, replace(ON_CPU, pack=pack))
 
 
 def _set_config(path: Path, **fields: Any) -> None:
@@ -206,9 +206,7 @@ def test_trained_layers_are_read_back(tmp_path: Path) -> None:
         tmp_path / "out",
         target,
         HeadRequest(kind="mtp", num_mtp_layers=1),
-        LoadOptions(
-            dtype=torch.float32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False
-        ),
+        UNPACKED_HEAD,
     )
     ours, theirs = (dict(h.layers[0].self_attn.named_parameters()) for h in (head, again))
     assert ours.keys() == theirs.keys() and len(ours) == 6
@@ -264,9 +262,7 @@ def test_an_fp8_checkpoint_is_its_dequantised_twin(fp8_dirs: tuple[Path, Path]) 
             path,
             model,
             HeadRequest(kind="mtp", num_mtp_layers=2),
-            LoadOptions(
-                dtype=torch.float32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False
-            ),
+            UNPACKED_HEAD,
         )
         parameters.append([*model.parameters(), *head.parameters()])
         llm = LLM(
@@ -278,7 +274,7 @@ def test_an_fp8_checkpoint_is_its_dequantised_twin(fp8_dirs: tuple[Path, Path]) 
     assert len(parameters[0]) == len(parameters[1]) > 50
     assert all(torch.equal(ours, twin) for ours, twin in zip(*parameters, strict=True))
     assert texts[0] == texts[1]
-    bf16 = load_decoder(fp8_dirs[0], torch.bfloat16, CPU, TorchAttention(), pack=False)
+    bf16 = load_decoder(fp8_dirs[0], replace(UNPACKED, dtype=torch.bfloat16))
     exact = _load(fp8_dirs[1], pack=False).parameters()  # a router stays float32
     assert all(torch.equal(p, q.to(p.dtype)) for p, q in zip(bf16.parameters(), exact, strict=True))
 
@@ -359,7 +355,7 @@ def test_eagle_heads_have_no_latent_attention(tmp_path: Path) -> None:
             head,
             target,
             HeadRequest(kind="eagle"),
-            LoadOptions(dtype=torch.float32, device=CPU, backend=TorchAttention(), kv_group=1),
+            HEAD_ON_CPU,
         )
     with pytest.raises(ConfigError, match="latent attention"):
         ids = torch.arange(40)
@@ -374,5 +370,5 @@ def test_another_models_mtp_layers_are_refused(mtp_dir: Path, tmp_path: Path) ->
             mtp_dir,
             target,
             HeadRequest(kind="mtp", num_mtp_layers=1),
-            LoadOptions(dtype=torch.float32, device=CPU, backend=TorchAttention(), kv_group=1),
+            HEAD_ON_CPU,
         )

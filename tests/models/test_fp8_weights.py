@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loading import ON_CPU, UNPACKED_HEAD
 from oracle import prompt_tensors, random_prompts
 from quantized import FP8, LEFT_OUT, Tensors, compressed, other, to_blocks, write
 from safetensors.torch import load_file, save_file
@@ -38,16 +40,15 @@ from trtspec import (
     MTPDecodingConfig,
     SamplingParams,
 )
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints import place
 from trtspec.checkpoints.heads.load import load_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.checkpoints.place import WeightForm, weight_form
 from trtspec.checkpoints.tensors import TensorSource
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.distributed.comm import Communicator
 from trtspec.distributed.logits import whole
-from trtspec.distributed.parallel import Cut, Parallel
+from trtspec.distributed.parallel import ONE_RANK, Cut, Parallel
 from trtspec.executor import build
 from trtspec.layers.experts import Experts
 from trtspec.layers.linear import Linear
@@ -69,8 +70,10 @@ def _exact_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fp8Weight, "by_rows", property(lambda weight: False))
 
 
-def load(path: Path, form: WeightForm = KEPT, **options: Any) -> Decoder:
-    return load_decoder(path, torch.float32, CPU, TorchAttention(), form=form, **options)
+def load(
+    path: Path, form: WeightForm = KEPT, pack: bool = True, parallel: Parallel = ONE_RANK
+) -> Decoder:
+    return load_decoder(path, replace(ON_CPU, form=form, pack=pack), parallel)
 
 
 def logits_of(model: Decoder) -> Tensor:
@@ -577,10 +580,7 @@ def test_rows_of_no_token_are_zeros(
     """An lm_head of 41 tokens on two ranks: the second has 20 and one more row."""
     target, path = tiny_model_dir(tmp_path), eagle3_dir(tmp_path, draft_vocab=41)
     monkeypatch.setattr(place, "has_fp8", lambda device: keeps_fp8)
-    how = LoadOptions(
-        dtype=torch.float32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False,
-        quant="fp8",
-    )  # fmt: skip
+    how = replace(UNPACKED_HEAD, form=place.form_of_drafter("fp8", CPU))
 
     def of_rank(comm: Communicator) -> Tensor:
         decoder = load(target, parallel=Parallel(comm), pack=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from loading import ON_CPU
 from oracle import Oracle, logit_error, prompt_tensors
 from safetensors.torch import load_file, save_file
 from tiny_gemma import F, S, edit_config, gemma_dir
@@ -22,7 +23,6 @@ from trtspec import (
     SamplingParams,
 )
 from trtspec.attention.dense import DensePass
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.kv_scales import load_kv_scales
 from trtspec.checkpoints.weights import load_decoder
@@ -86,7 +86,7 @@ def test_step_by_step(tmp_path: Path, family: str, speculative: bool) -> None:
 def test_whole_texts_at_once(tmp_path: Path, family: str) -> None:
     """What training and the doctor run."""
     path = gemma_dir(tmp_path, family)
-    model = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+    model = load_decoder(path, ON_CPU)
     ids = prompt_tensors(97, [30])[0]
     with torch.no_grad():
         hidden = model(ids, torch.arange(30), DensePass(torch.zeros(1, 30, dtype=torch.int64)))
@@ -100,7 +100,7 @@ def test_bfloat16_is_as_near_as_transformers(tmp_path: Path, family: str) -> Non
     from transformers import AutoModelForCausalLM
 
     path = gemma_dir(tmp_path, family, seed=2)
-    model = load_decoder(path, torch.bfloat16, torch.device("cpu"), TorchAttention())
+    model = load_decoder(path, replace(ON_CPU, dtype=torch.bfloat16))
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     ids, text = prompt_tensors(97, [30])[0], DensePass(torch.zeros(1, 30, dtype=torch.int64))
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_the_text_model_of_a_larger_checkpoint(
     other: str,
 ) -> None:  # fmt: skip
     path = gemma_dir(tmp_path, family)
-    plain = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+    plain = load_decoder(path, ON_CPU)
     raw = json.loads((path / "config.json").read_text())
     dtype = raw.pop("dtype")
     raw = {"model_type": whole, "text_config": raw, "dtype": dtype, "vision_config": {}}
@@ -134,7 +134,7 @@ def test_the_text_model_of_a_larger_checkpoint(
         for name, tensor in load_file(path / "model.safetensors").items()
     }
     save_file(tensors | {other: torch.zeros(2)}, path / "model.safetensors")
-    ours = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+    ours = load_decoder(path, ON_CPU)
     load_kv_scales(ours.config, path)
     assert caplog.text.count("text model is used alone, 1 tensors are left out") == 1
     is_both = whole == "gemma3"  # test_gemma_images.py
@@ -143,7 +143,7 @@ def test_the_text_model_of_a_larger_checkpoint(
         assert torch.equal(one, two), name
     save_file(tensors | {"model.unknown": torch.zeros(2)}, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.unknown"):
-        load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+        load_decoder(path, ON_CPU)
     edit_config(path, text_config=None)
     with pytest.raises(CheckpointError, match="text_config=None"):
         load_config(path)
@@ -170,11 +170,11 @@ def test_gemma4_keys_are_values_only_where_said(tmp_path: Path) -> None:
     assert [config.of_layer(i).num_kv_heads for i in range(4)] == [2, 3, 2, 3]
     edit_config(path, attention_k_eq_v=False)
     with pytest.raises(CheckpointError, match="lacks 2 of"):
-        load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+        load_decoder(path, ON_CPU)
     other = gemma_dir(tmp_path, "gemma4_text", attention_k_eq_v=False)
     edit_config(other, attention_k_eq_v=True)
     with pytest.raises(CheckpointError, match="attention_k_eq_v"):
-        load_decoder(other, torch.float32, torch.device("cpu"), TorchAttention())
+        load_decoder(other, ON_CPU)
 
 
 @pytest.mark.parametrize(

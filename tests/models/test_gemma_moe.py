@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from loading import ON_CPU
 from oracle import Oracle, logit_error, prompt_tensors
 from safetensors.torch import load_file, save_file
 from tiny_gemma import edit_config, gemma_dir
@@ -15,14 +16,10 @@ from tiny_gemma_moe import MOE, gemma_moe_config, moe_dir
 
 from trtspec import LLM, KvCacheConfig, SamplingParams
 from trtspec.attention.dense import DensePass
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError
 from trtspec.models.moe import MoEBesideMLP
-
-CPU = torch.device("cpu")
-
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -41,7 +38,7 @@ def test_logits_equal_transformers(tmp_path: Path, overrides: dict[str, Any]) ->
 def test_whole_texts_at_once(tmp_path: Path) -> None:
     """What the doctor runs."""
     path, ids = moe_dir(tmp_path), prompt_tensors(97, [30])[0]
-    model = load_decoder(path, torch.float32, CPU, TorchAttention())
+    model = load_decoder(path, ON_CPU)
     assert all(isinstance(layer.mlp, MoEBesideMLP) for layer in model.layers)
     with torch.no_grad():
         hidden = model(ids, torch.arange(30), DensePass(torch.zeros(1, 30, dtype=torch.int64)))
@@ -80,7 +77,7 @@ def test_greedy_equals_transformers(target: Any, tmp_path: Path, mode: str, chun
 def test_the_public_names(tmp_path: Path) -> None:
     """The checkpoint also reads images, and nests its text model."""
     path = moe_dir(tmp_path)
-    plain = load_decoder(path, torch.float32, CPU, TorchAttention())
+    plain = load_decoder(path, ON_CPU)
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({"model_type": "gemma4", "text_config": raw}))
     tensors = {
@@ -92,7 +89,7 @@ def test_the_public_names(tmp_path: Path) -> None:
                  "experts.gate_up_proj", "experts.down_proj"):  # fmt: skip
         assert f"{layer}{name}" in tensors
     save_file(tensors, path / "model.safetensors")
-    ours = load_decoder(path, torch.float32, CPU, TorchAttention())
+    ours = load_decoder(path, ON_CPU)
     for (name, one), two in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, two), name
 
@@ -113,11 +110,11 @@ def test_refusals(tmp_path: Path, change: dict[str, Any], words: list[str]) -> N
     path = edit_config(moe_dir(tmp_path), **change)
     with pytest.raises(CheckpointError) as refusal:
         load_config(path)
-        load_decoder(path, torch.float32, CPU, TorchAttention())
+        load_decoder(path, ON_CPU)
     assert all(word in str(refusal.value) for word in words), refusal.value
 
 
 def test_missing_experts_are_named(tmp_path: Path) -> None:
     path = edit_config(gemma_dir(tmp_path, "gemma4_text"), **MOE)
     with pytest.raises(CheckpointError, match=r"lacks 32 of .*experts"):
-        load_decoder(path, torch.float32, CPU, TorchAttention())
+        load_decoder(path, ON_CPU)

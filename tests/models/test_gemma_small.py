@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from loading import ON_CPU
 from oracle import Oracle
 from safetensors.torch import load_file, save_file
 from tiny import DEFAULTS
@@ -26,7 +27,6 @@ from trtspec import (
     NGramDecodingConfig,
     SamplingParams,
 )
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, RequestError
@@ -91,23 +91,23 @@ def test_a_draft_model_reads_its_own_places(tmp_path: Path) -> None:
 def test_what_would_make_unread_keys_is_left_out(tmp_path: Path) -> None:
     """Such checkpoints may hold it for layers that read another's keys; elsewhere it is surplus."""
     path = gemma_dir(tmp_path, SMALL)
-    plain = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+    plain = load_decoder(path, ON_CPU)
     tensors = load_file(path / "model.safetensors")
     more = {f"model.layers.4.self_attn.{n}.weight": torch.ones(3) for n in ("k_proj", "v_proj")}
     more["model.layers.5.self_attn.k_norm.weight"] = torch.ones(3)
     save_file(tensors | more, path / "model.safetensors")
-    ours = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+    ours = load_decoder(path, ON_CPU)
     for one, two in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, two)
     for name, message in (("2.self_attn.v_norm", "no place for"), ("6.self_attn.k_proj", "6.self")):
         surplus = {f"model.layers.{name}.weight": torch.ones(3)}
         save_file(tensors | surplus, path / "model.safetensors")
         with pytest.raises(CheckpointError, match=message):
-            load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+            load_decoder(path, ON_CPU)
     del tensors["model.layers.4.self_attn.q_proj.weight"]
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lacks 1 of .*layers\.4\.self_attn\.q_proj"):
-        load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+        load_decoder(path, ON_CPU)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_refusals(tmp_path: Path, change: dict[str, Any], message: str) -> None:
 def test_shapes_name_their_fields(tmp_path: Path) -> None:
     path = edit_config(gemma_dir(tmp_path, SMALL), hidden_size_per_layer_input=12)
     with pytest.raises(CheckpointError, match="Check vocab_size, hidden_size_per_layer_input"):
-        load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+        load_decoder(path, ON_CPU)
 
 
 # -- the whole model -----------------------------------------------------------------------------
@@ -164,8 +164,7 @@ def test_the_text_part_is_the_text_model(whole_dir: Path) -> None:
     assert raw["model_type"] == "gemma4" and raw["text_config"]["num_kv_shared_layers"] == 3
     assert any("language_model" in name for name in load_file(whole_dir / "model.safetensors"))
     ours, text = (
-        load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
-        for path in (whole_dir, whole_dir.parent / "gemma4_text-0")
+        load_decoder(path, ON_CPU) for path in (whole_dir, whole_dir.parent / "gemma4_text-0")
     )
     assert ours.config == text.config
     for (name, one), two in zip(ours.named_parameters(), text.parameters(), strict=True):

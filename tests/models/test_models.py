@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from loading import ON_CPU
 from oracle import logit_error, prompt_tensors
 from safetensors.torch import load_file, save_file
 from tiny import prefill_metadata, tiny_model_dir
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, ConfigError
@@ -146,7 +146,7 @@ def test_the_comparison_notices_config(tmp_path: Path, change: str) -> None:
                 "eps": {"rms_norm_eps": 1e-2},
             }[change]
             (path / "config.json").write_text(json.dumps(raw))
-        model = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+        model = load_decoder(path, ON_CPU)
         meta, positions = prefill_metadata(model.config, [37])
         with torch.no_grad():
             logits.append(model.compute_logits(model(prompts, positions, meta)))
@@ -155,7 +155,7 @@ def test_the_comparison_notices_config(tmp_path: Path, change: str) -> None:
 
 def test_out_of_vocabulary_rows_are_harmless(tmp_path: Path) -> None:
     path = tiny_model_dir(tmp_path)
-    model = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+    model = load_decoder(path, ON_CPU)
     meta, positions = prefill_metadata(model.config, [3])
     assert model(torch.tensor([1, -1, 97]), positions, meta).isfinite().all()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from loading import ON_CPU, UNPACKED
 from matrix import MTP, Drafters, config_of, covering, cpu_engine
 from naive_experts import (
     BETWEEN,
@@ -28,7 +29,6 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from trtspec import LLM, MTPDecodingConfig, SamplingParams
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, ConfigError
@@ -310,7 +310,7 @@ def test_weights_that_are_refused(tmp_path: Path, change: str, words: list[str])
         del tensors["model.layers.2.mlp.gate.e_score_correction_bias"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError) as refusal:
-        load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+        load_decoder(path, ON_CPU)
     assert all(word in str(refusal.value) for word in words), refusal.value
 
 
@@ -322,9 +322,6 @@ def test_heads_that_cannot_be_used_or_trained(tmp_path: Path) -> None:
     save_file(tensors | {name: torch.cat([tensors[name]] * 2)}, path / "model.safetensors")
     with pytest.raises(CheckpointError, match="q_proj"):
         LLM(path, MTPDecodingConfig(num_nextn_predict_layers=1), device="cpu", dtype="float32")
-    glm = load_decoder(
-        tiny_model_dir(tmp_path, "glm4_moe"), torch.float32, torch.device("cpu"),
-        TorchAttention(), pack=False,
-    )  # fmt: skip
+    glm = load_decoder(tiny_model_dir(tmp_path, "glm4_moe"), UNPACKED)  # fmt: skip
     with pytest.raises(ConfigError, match="mixture of experts"):
         create_head(NewHead("mtp"), glm, None, torch.float32, 0)

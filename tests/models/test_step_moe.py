@@ -8,12 +8,14 @@ import json
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from drafting import run_random_schedule
+from loading import ON_CPU, UNPACKED
 from safetensors.torch import load_file, save_file
 from tiny import prefill_metadata
 from tiny_step import (
@@ -35,14 +37,12 @@ from tiny_step import (
 from torch import Tensor
 
 from trtspec import LLM, KvCacheConfig, MTPDecodingConfig, NGramDecodingConfig, SamplingParams
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import read_head
 from trtspec.checkpoints.hf_config import load_config, parse_config
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError
 
 pytest.importorskip("transformers.models.step3p7", reason="transformers is too old for an oracle")
-CPU = torch.device("cpu")
 MTP = MTPDecodingConfig(num_nextn_predict_layers=3, use_mtp_vanilla=True)
 
 
@@ -57,7 +57,7 @@ def oracle(target: Path) -> StepOracle:
 
 
 def _logits(path: Path, texts: list[list[int]]) -> Tensor:
-    model = load_decoder(path, torch.float32, CPU, TorchAttention())
+    model = load_decoder(path, ON_CPU)
     meta, positions = prefill_metadata(model.config, [len(text) for text in texts], page_size=4)
     with torch.inference_mode():
         ids = torch.cat([torch.tensor(text) for text in texts])
@@ -173,7 +173,7 @@ def test_mtp_layers_have_experts_only_where_they_are_named(tmp_path: Path, enum:
 
 
 def test_routers_stay_in_float32(target: Path) -> None:
-    model = load_decoder(target, torch.bfloat16, CPU, TorchAttention(), pack=False)
+    model = load_decoder(target, replace(UNPACKED, dtype=torch.bfloat16))
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     gate = "layers.2.mlp.gate."
     assert dtypes[f"{gate}weight"] == dtypes[f"{gate}e_score_correction_bias"] == torch.float32
@@ -203,15 +203,12 @@ def test_stacks_in_fp8_are_their_dequantised_twins(tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors")
     raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(blocks)}
     (path / "config.json").write_text(json.dumps(raw))
-    ours, exact = (
-        load_decoder(p, torch.float32, CPU, TorchAttention(), pack=False).parameters()
-        for p in (path, twin)
-    )
+    ours, exact = (load_decoder(p, UNPACKED).parameters() for p in (path, twin))
     assert all(torch.equal(p, q) for p, q in zip(ours, exact, strict=True))
     tensors["model.layers.2.moe.up_proj.weight_scale_inv"] = torch.ones(EXPERTS, 2, 1)
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"\[6, 2, 1\] .*\[6, 24, 48\] .*must be \[6, 2, 2\]"):
-        load_decoder(path, torch.float32, CPU, TorchAttention())
+        load_decoder(path, ON_CPU)
 
 
 def test_fewer_mtp_layers_than_the_lists_go_on_for() -> None:
@@ -275,5 +272,5 @@ def test_weights_that_are_refused(
     change(tensors)
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(CheckpointError) as refusal:
-        load_decoder(path, torch.float32, CPU, TorchAttention())
+        load_decoder(path, ON_CPU)
     assert all(word in str(refusal.value) for word in words), refusal.value

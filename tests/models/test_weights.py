@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint import edit_tensors, set_config
 from guided import save_tokenizer
+from loading import ON_CPU
 from safetensors.torch import load_file, save_file
 from tiny import prefill_metadata, tiny_model_dir
 from torch import Tensor
@@ -27,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def _load(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    return load_decoder(path, dtype, CPU, TorchAttention())
+    return load_decoder(path, replace(ON_CPU, dtype=dtype))
 
 
 def _shard(path: Path, parts: int = 3) -> dict[str, str]:
@@ -99,7 +101,7 @@ def test_a_model_with_storage_is_refilled(tmp_path: Path) -> None:
     path = tiny_model_dir(tmp_path)
     expected = _load(path)
     model = Decoder(expected.config, TorchAttention()).eval()  # uninitialised, not meta
-    load_weights(model, path, torch.float32, CPU)
+    load_weights(model, path, ON_CPU)
     assert torch.equal(_logits(model), _logits(expected))
 
 

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loading import ON_CPU
 from safetensors.torch import load_file
 from tiny import prefill_metadata, tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints import zoo
 from trtspec.checkpoints.gguf import _dequantized, convert_gguf
 from trtspec.checkpoints.hf_config import load_config
@@ -193,7 +193,7 @@ def test_logits_are_those_of_transformers_own_load(tmp_path: Path) -> None:
         tmp_path, gguf_file=path.name, dtype=torch.bfloat16, **_dequantized()
     )
     ids = torch.arange(20)
-    model = load_decoder(out, torch.float32, torch.device("cpu"), TorchAttention())
+    model = load_decoder(out, ON_CPU)
     meta, positions = prefill_metadata(model.config, [len(ids)])
     with torch.no_grad():
         logits = model.compute_logits(model(ids, positions, meta))
@@ -593,7 +593,7 @@ def test_smollm2_logits(smollm2: Path) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = torch.tensor(tokenizer.encode(text + "The capital of France is"))
-    model = load_decoder(smollm2, torch.float32, torch.device("cpu"), TorchAttention())
+    model = load_decoder(smollm2, ON_CPU)
     meta, positions = prefill_metadata(model.config, [len(ids)])
     reference = AutoModelForCausalLM.from_pretrained(
         smollm2, dtype=torch.float32, attn_implementation="eager"

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from loading import UNPACKED, UNPACKED_HEAD
 from quantized import to_blocks
 from safetensors.torch import load_file
 from tiny import tiny_model_dir
 from torch import Tensor
 from unrolled import CPU, F32, VOCAB, load_target
 
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.checkpoints.place import weight_form
 from trtspec.checkpoints.quantization import quantization_of
 from trtspec.checkpoints.weights import load_decoder
@@ -124,7 +124,7 @@ def test_layers_that_compute_otherwise_are_refused(
 def test_mtp_layers_begin_with_saved_ones(target: Decoder, tmp_path: Path) -> None:
     spec = NewHead(kind="mtp")
     save_head(create_head(spec, target, None, F32, seed=1), target.config, tmp_path)
-    how = LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False)
+    how = UNPACKED_HEAD
     head = create_head(spec, target, None, F32, seed=0)
     begin_with(head, load_head(tmp_path, target, HeadRequest(), how))
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -138,7 +138,7 @@ def test_mtp_layers_for_a_quantised_target_are_floats(tmp_path: Path) -> None:
     """Their config.json is the target's, but for how weights are stored."""
     to_blocks(target_dir := tiny_model_dir(tmp_path), (16, 16))
     form = replace(weight_form(None, CPU), keeps_fp8=False)
-    target = load_decoder(target_dir, F32, CPU, TorchAttention(), pack=False, form=form)
+    target = load_decoder(target_dir, replace(UNPACKED, form=form))
     assert "quantization_config" in target.config.raw
     head = create_head(NewHead(kind="mtp"), target, None, F32, seed=1)
     save_head(head, target.config, tmp_path / "head")

@@ -17,15 +17,15 @@ from dflash_cases import (
     make_dspark_case,
 )
 from embeds import vl_model_dir
+from loading import UNPACKED_HEAD
 from tiny import tiny_model_dir
 from torch import Tensor, nn
-from unrolled import CAPTURED, CPU, F32, STEPS, VOCAB, GreedyTexts, load_target, padded_texts
+from unrolled import CAPTURED, F32, STEPS, VOCAB, GreedyTexts, load_target, padded_texts
 
 from trtspec import LLM, DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams
 from trtspec.attention import blocks
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.errors import ConfigError
 from trtspec.layers.linear import Linear
 from trtspec.models.decoder import Decoder
@@ -47,7 +47,7 @@ EVERY = Anchors(count=1000)
 
 
 def load(path: Path, target: Decoder) -> DFlashHead:
-    options = LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False)
+    options = UNPACKED_HEAD
     head = load_head(path, target, HeadRequest(), options)
     assert isinstance(head, DFlashHead)
     return head
@@ -245,7 +245,7 @@ def test_a_head_for_a_target_of_another_rotation_can_be_read(
     for parameter in trainable(head).values():
         parameter.data = parameter.data.bfloat16().float()
     save_head(head, target.config, tmp_path / "head")
-    options = LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False)
+    options = UNPACKED_HEAD
     again = load_head(tmp_path / "head", target, HeadRequest(), options)
     texts = padded_texts([[20]], 20)
     hidden = teach(target, head, texts).hidden

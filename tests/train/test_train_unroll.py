@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from drafting import make_case
+from loading import HEAD_ON_CPU
 from tiny import tiny_model_dir
 from torch import Tensor
-from unrolled import CAPTURED, CPU, F32, STEPS, VOCAB, load_target, padded_texts
+from unrolled import CAPTURED, F32, STEPS, VOCAB, load_target, padded_texts
 
 from trtspec import LLM, EagleDecodingConfig, MTPDecodingConfig, SamplingParams
 from trtspec.attention.dense import DensePass
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
-from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.errors import ConfigError
 from trtspec.models.drafters.base import DraftHead
 from trtspec.train.create_head import create_head, trainable
@@ -43,7 +43,7 @@ def test_every_step_of_every_row_is_the_formula(tmp_path: Path, name: str) -> No
             num_mtp_layers=STEPS if vanilla else 1,
             norm_output=getattr(config, "mtp_feeds_post_norm", None),
         ),
-        LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1),
+        HEAD_ON_CPU,
     )
     texts = padded_texts([[9, 4, 6], [16], [2, 3]], 20)
     teacher = teach(target, head, texts)
@@ -127,7 +127,7 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, kind: str, format: s
         out,
         target,
         HeadRequest(kind="eagle" if kind == "eagle3" else "mtp", num_mtp_layers=1),
-        LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1),
+        HEAD_ON_CPU,
     )
     assert again.layers_to_capture == head.layers_to_capture
     texts = padded_texts([[12]], 12)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 
+from ..attention.base import AttentionBackend
 from ..errors import CheckpointError
 from ..layers.experts import Experts
 from ..layers.linear import Linear
@@ -59,17 +60,6 @@ drafter's context keys and values, all layers' in one product. Those of MTP laye
 were not measured."""
 
 
-def form_of_head(quant: str | None, device: torch.device) -> WeightForm:
-    """Returns the form of a draft head's weights.
-
-    Args:
-        quant: as in `HeadDecodingConfig`.
-    """
-    if quant is None:
-        return FLOATS_ALONE
-    return replace(weight_form(quant, device), is_of_head=True)
-
-
 def weight_form(quant: str | None, device: torch.device) -> WeightForm:
     """Returns the form of a served target's weights.
 
@@ -79,13 +69,35 @@ def weight_form(quant: str | None, device: torch.device) -> WeightForm:
     return WeightForm(keeps_fp8=has_fp8(device), quantizes=quant == "fp8")
 
 
+def form_of_drafter(quant: str | None, device: torch.device) -> WeightForm:
+    """Returns the form of a draft model's or a head's weights.
+
+    Args:
+        quant: as in their configs. With None FP8 weights of the checkpoint become floats.
+    """
+    return FLOATS_ALONE if quant is None else weight_form(quant, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Where and how a model's or a head's weights are kept."""
+
+    dtype: torch.dtype
+    device: torch.device
+    backend: AttentionBackend
+    kv_group: int = 0  # its first; a drafter's come after the target's
+    num_positions: int | None = None  # the longest sequence; None is the (target) model's maximum
+    pack: bool = True
+    """On CPU, weights in the layout its kernels like. False where derivatives are wanted, or the
+    weights are to be cut first (`weights.finish` packs them then)."""
+    form: WeightForm = FLOATS_ALONE
+
+
 def place_tensors(
     model: nn.Module,
     placement_of: Mapping[str, Placement],
     sources: Mapping[str, TensorSource],
-    dtype: torch.dtype,
-    device: torch.device,
-    form: WeightForm = FLOATS_ALONE,
+    options: LoadOptions,
 ) -> None:
     """Allocates the parameters that `placement_of` names, and copies checked sources into them.
 
@@ -93,6 +105,7 @@ def place_tensors(
         CheckpointError: a file is damaged, or a quantised weight is NaN.
     """
     into: dict[_Leaf, _Into] = {}
+    dtype, device, form = options.dtype, options.device, options.form
     groups = _groups(model, placement_of, sources, form)
     for placement in placement_of.values():
         leaf = _leaf(placement)

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.base import AttentionBackend
 from ..distributed.parallel import ONE_RANK, WHOLE, Cut, Parallel
 from ..errors import CheckpointError
 from ..layers.experts import Experts
@@ -29,7 +28,7 @@ from ..models.decoder import MLP, Attention, Decoder
 from ..models.placement import Placement
 from .dequantized import dequantized
 from .hf_config import load_config
-from .place import FLOATS_ALONE, WeightForm, place_tensors
+from .place import LoadOptions, place_tensors
 from .tensors import FLOATS, TensorSource, open_checkpoint, some
 from .text_part import text_tensors
 
@@ -76,25 +75,11 @@ _CONFIG_FIELDS = {
 }
 
 
-def load_decoder(
-    model_dir: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: AttentionBackend,
-    kv_group: int = 0,
-    pack: bool = True,
-    num_positions: int | None = None,
-    parallel: Parallel = ONE_RANK,
-    form: WeightForm = FLOATS_ALONE,
-) -> Decoder:
+def load_decoder(model_dir: Path, options: LoadOptions, parallel: Parallel = ONE_RANK) -> Decoder:
     """Returns the model of a Hugging Face directory, ready to run (in eval mode).
 
     Args:
-        pack: on CPU, weights in the layout its kernels like. False where derivatives are wanted, or
-            the weights are to be cut first (`finish` packs them then).
-        num_positions: the longest text; None is max_position_embeddings.
         parallel: the ranks that the model is cut over. Each reads only its part.
-        form: which weights are FP8.
 
     Raises:
         CheckpointError: as `load_config` and `load_weights`.
@@ -104,8 +89,8 @@ def load_decoder(
     check_cut(config, str(model_dir))
     _check_depth(config, model_dir)
     with sizes_alone(model_dir):
-        model = Decoder(config, backend, kv_group, num_positions)
-    load_weights(model, model_dir, dtype, device, pack, form)
+        model = Decoder(config, options.backend, options.kv_group, options.num_positions)
+    load_weights(model, model_dir, options)
     return model.eval()
 
 
@@ -141,17 +126,10 @@ def _check_depth(config: DecoderConfig, model_dir: Path) -> None:
         )
 
 
-def load_weights(
-    model: Decoder,
-    model_dir: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    pack: bool = True,
-    form: WeightForm = FLOATS_ALONE,
-) -> None:
-    """Fills the model from `model.safetensors` or its sharded form, cast to dtype, on device.
+def load_weights(model: Decoder, model_dir: Path, options: LoadOptions) -> None:
+    """Fills the model from `model.safetensors` or its sharded form.
 
-    The model's own parameters (meta or not) are replaced. Arguments are as of `load_decoder`.
+    The model's own parameters (meta or not) are replaced.
 
     Skipped are `rotary_emb.inv_freq` buffers, an `lm_head.weight` equal to the embedding it is tied
     to, what makes keys and values of layers that read another layer's, and MTP layers.
@@ -182,12 +160,12 @@ def load_weights(
             sources.setdefault("model.embed_tokens.weight", sources["lm_head.weight"])
         _values_from_keys(sources, placement_of, model_dir, config)
         _check(placement_of, sources, model_dir, config)
-        if not form.keeps_fp8 and any(source.scaled for source in sources.values()):
-            logger.info("%s: quantised weights are read as floats (%s).", model_dir, dtype)
-        place_tensors(model, placement_of, sources, dtype, device, form)
+        if not options.form.keeps_fp8 and any(source.scaled for source in sources.values()):
+            logger.info("%s: quantised weights are read as floats (%s).", model_dir, options.dtype)
+        place_tensors(model, placement_of, sources, options)
         if tied:
             _tie(model, sources.get("lm_head.weight"), model_dir)
-    finish(model, device, pack)
+    finish(model, options.device, options.pack)
 
 
 def placements(model: nn.Module) -> dict[str, Placement]:

@@ -26,7 +26,7 @@ def run_doctor(options: DoctorOptions, output: JsonOptions) -> int:
     """Returns the exit code: 0 if nothing is wrong, else 1."""
     from ..attention.torch_sdpa import TorchAttention
     from ..checkpoints.hf_config import load_config
-    from ..checkpoints.place import weight_form
+    from ..checkpoints.place import LoadOptions, weight_form
     from ..checkpoints.tokenizer import load_tokenizer
     from ..checkpoints.weights import load_decoder
     from ..doctor import check, diagnose, texts_of
@@ -42,9 +42,14 @@ def run_doctor(options: DoctorOptions, output: JsonOptions) -> int:
         if not diagnosis.problems:  # otherwise the target need not write anything
             progress("the target writes texts")
             prompts, written = _write(target_dir, options, config.max_position_embeddings)
-            dtype = resolve_dtype(options.dtype, config, where)
-            form = replace(weight_form(options.quant, where), keeps_fp8=False)
-            model = load_decoder(target_dir, dtype, where, TorchAttention(), pack=False, form=form)
+            how = LoadOptions(
+                dtype=resolve_dtype(options.dtype, config, where),
+                device=where,
+                backend=TorchAttention(),
+                pack=False,
+                form=replace(weight_form(options.quant, where), keeps_fp8=False),
+            )
+            model = load_decoder(target_dir, how)
             texts = texts_of(prompts, written, where)
             diagnosis = diagnose(model, head, None, texts, progress, tokenizer)
     if output.is_wanted:

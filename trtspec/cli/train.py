@@ -173,13 +173,20 @@ def _trainer(
 ) -> Trainer:
     """Returns the trainer of a head over the target, whose weights are read here."""
     from ..attention.torch_sdpa import TorchAttention
-    from ..checkpoints.place import weight_form
+    from ..checkpoints.place import LoadOptions, weight_form
     from ..checkpoints.weights import load_decoder
     from ..train.trainer import Trainer
 
-    device, dtype = place.device, place.dtype
-    form = replace(weight_form(options.quant, device), keeps_fp8=False)
-    target = load_decoder(place.directory, dtype, device, TorchAttention(), pack=False, form=form)
+    target = load_decoder(
+        place.directory,
+        LoadOptions(
+            dtype=place.dtype,
+            device=place.device,
+            backend=TorchAttention(),
+            pack=False,
+            form=replace(weight_form(options.quant, place.device), keeps_fp8=False),
+        ),
+    )
     batches = rows.held_out.epoch_batches(min(16, len(rows.held_out)), 0, drop_last=False)
     return Trainer(
         target,
@@ -206,7 +213,8 @@ def _first_head(
     """Returns the head that training begins with."""
     from ..attention.torch_sdpa import TorchAttention
     from ..checkpoints.heads.load import load_head
-    from ..checkpoints.heads.records import HeadRequest, LoadOptions
+    from ..checkpoints.heads.records import HeadRequest
+    from ..checkpoints.place import LoadOptions
     from ..models.drafters.dflash import DFlashHead
     from ..train.create_head import create_head, fit_to_states
     from ..train.earlier_head import begin_with

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from ..attention.torch_sdpa import TorchAttention
 from ..checkpoints.files import read_json_object
 from ..checkpoints.heads.load import load_head, read_head
 from ..checkpoints.heads.masked import pard_token
-from ..checkpoints.heads.records import HeadRequest, LoadOptions
+from ..checkpoints.heads.records import HeadRequest
 from ..checkpoints.hf_config import load_config
+from ..checkpoints.place import LoadOptions
 from ..checkpoints.tensors import open_checkpoint
 from ..checkpoints.tokenizer import load_tokenizer, token_problem
 from ..checkpoints.weights import load_decoder
@@ -85,7 +87,7 @@ def diagnose(
     """Examines a head or a draft model along sequences that the target wrote.
 
     Args:
-        target: its weights not packed (`load_decoder(pack=False)`).
+        target: its weights not packed (`LoadOptions(pack=False)`).
         kind: "eagle", "dflash", "dspark", "mtp" (also Gemma-4 assistants), "draft" for a draft
             model; None is what the directory holds.
         sequences: on the target's device; `loss_mask` marks what the target wrote.
@@ -95,7 +97,6 @@ def diagnose(
     tell, head_dir = progress or (lambda text: None), resolve_head(head_dir)
     if _is_model(kind, head_dir):
         return _diagnose_model(target, head_dir, sequences, tell, tokenizer)
-    device, dtype = target.embed_tokens.weight.device, target.embed_tokens.weight.dtype
     diagnosis = Diagnosis()
     with ExitStack() as stack:
         report = read_head(head_dir, target.config, stack, HeadRequest(kind=kind))
@@ -109,7 +110,7 @@ def diagnose(
         head_dir,
         target,
         HeadRequest(kind=report.kind.asked_as, num_mtp_layers=used),
-        LoadOptions(dtype=dtype, device=device, backend=TorchAttention(), kv_group=1, pack=False),
+        replace(_options_of(target), kv_group=1),
     )
     raw = read_json_object(head_dir / "config.json", "Point to the head's directory.")
     _compare_with_training(diagnosis, raw.get("training"))
@@ -153,6 +154,14 @@ def _read_model(
     return config, draft_tokenizer, mask
 
 
+def _options_of(target: Decoder) -> LoadOptions:
+    """Returns how a drafter is loaded: in the target's dtype, on its device."""
+    weight = target.embed_tokens.weight
+    return LoadOptions(
+        dtype=weight.dtype, device=weight.device, backend=TorchAttention(), pack=False
+    )
+
+
 def _diagnose_model(
     target: Decoder,
     draft_dir: Path,
@@ -163,8 +172,7 @@ def _diagnose_model(
     diagnosis = Diagnosis(drafter="draft model")
     try:
         config, draft_tokenizer, mask = _read_model(target.config, draft_dir, tokenizer)
-        weight = target.embed_tokens.weight
-        model = load_decoder(draft_dir, weight.dtype, weight.device, TorchAttention(), pack=False)
+        model = load_decoder(draft_dir, _options_of(target))
         model.keep_logits(target.config.vocab_size)
     except CheckpointError as error:
         diagnosis.problems.append(str(error))

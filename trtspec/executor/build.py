@@ -15,7 +15,7 @@ import torch
 from ..attention.base import AttentionBackend
 from ..checkpoints.hf_config import load_config
 from ..checkpoints.kv_scales import load_kv_scales, says_fp8
-from ..checkpoints.place import weight_form
+from ..checkpoints.place import LoadOptions, weight_form
 from ..checkpoints.weights import load_decoder
 from ..checkpoints.zoo import resolve_model
 from ..checks import is_int
@@ -165,7 +165,9 @@ def build_runner(
             max_seq_len=longest_sequence(num_blocks, loaded.specs, loaded.needs),
             rows=loaded.needs.rows,
             is_cuda=device.type == "cuda",
-            cuda_graph=graph_config(engine.cuda_graph_config, target.backend, device, drafter.mode),
+            cuda_graph=graph_config(
+                engine.cuda_graph_config, target.options.backend, device, drafter.mode
+            ),
             graph_rows=loaded.graph_rows,
         )
         if parallel.size > 1 and config.cuda_graph is not None and _is_on_every_rank(drafter):
@@ -251,7 +253,7 @@ def _load(
     )
     specs = _target_specs(engine, target)
     if drafter.model is not None:
-        specs += drafter.model.kv_group_specs(target.dtype)
+        specs += drafter.model.kv_group_specs(target.options.dtype)
     num_blocks = size_cache(engine.kv_cache, specs, needs, device)
     return _Loaded(target, drafter, worker, needs, specs, num_blocks, graph_rows)
 
@@ -259,13 +261,13 @@ def _load(
 def _target_specs(engine: EngineConfig, target: LoadedTarget) -> list[KVGroupSpec]:
     """Returns the target's KV groups, with their dtype and scales. Draft layers keep the model's
     dtype."""
-    config, directory = target.model.config, target.directory
+    config, directory, options = target.config, target.directory, target.options
     dtype = kv_cache_dtype(
         engine.kv_cache.dtype,
         says_fp8(config, directory),
-        target.dtype,
-        target.backend,
-        target.device,
+        options.dtype,
+        options.backend,
+        options.device,
     )
     specs = target.model.kv_group_specs(dtype)
     return with_scales(specs, config, load_kv_scales(config, directory)) if dtype == FP8 else specs
@@ -326,16 +328,15 @@ def _load_target(
             f"moe_expert_parallel_size={engine.moe_expert_parallel_size}, but {directory} has no "
             "experts to deal out. Leave it out."
         )
+    options = LoadOptions(
+        dtype=dtype,
+        device=device,
+        backend=backend,
+        num_positions=num_positions,
+        form=weight_form(engine.quant, device),
+    )
     try:
-        model = load_decoder(
-            directory,
-            dtype,
-            device,
-            backend,
-            num_positions=num_positions,
-            parallel=config.parallel,
-            form=weight_form(engine.quant, device),
-        )
+        model = load_decoder(directory, options, config.parallel)
     except torch.OutOfMemoryError as error:
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
         raise ConfigError(
@@ -344,14 +345,7 @@ def _load_target(
         ) from error
     if device.type == "cuda" and engine.quant is not None:
         torch.cuda.empty_cache()  # what quantising took is free for the KV cache
-    return LoadedTarget(
-        model=model,
-        directory=directory,
-        dtype=dtype,
-        device=device,
-        backend=backend,
-        num_positions=num_positions,
-    )
+    return LoadedTarget(model=model, directory=directory, options=options)
 
 
 def _executor_config(

@@ -12,17 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from ..acceptance.forced import get_force_num_accepted_tokens
-from ..attention.base import AttentionBackend
 from ..checkpoints.heads.eagle_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from ..checkpoints.heads.load import load_head
 from ..checkpoints.heads.masked import pard_token
-from ..checkpoints.heads.records import HeadRequest, LoadOptions
+from ..checkpoints.heads.records import HeadRequest
 from ..checkpoints.hf_config import load_config
-from ..checkpoints.place import FLOATS_ALONE, weight_form
+from ..checkpoints.place import LoadOptions, form_of_drafter
 from ..checkpoints.tokenizer import load_tokenizer, token_problem
 from ..checkpoints.weights import finish, load_decoder
 from ..checkpoints.zoo import is_of_package, resolve_model
@@ -54,23 +52,28 @@ HeadSpec = TypeVar("HeadSpec", bound=HeadDecodingConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedTarget:
-    """The target, and the form of its weights, which a drafter's take too."""
+    """The target, and how it was loaded."""
 
     model: Decoder
     directory: Path
-    dtype: torch.dtype
-    device: torch.device
-    backend: AttentionBackend
-    num_positions: int | None  # of the rotary tables; None is max_position_embeddings
+    options: LoadOptions
 
     @property
     def config(self) -> DecoderConfig:
         return self.model.config
 
-    @property
-    def num_kv_groups(self) -> int:
-        """Returns the number of the target's KV groups. A drafter's come after them."""
-        return len(self.model.kv_group_specs(self.dtype))
+    def options_of_drafter(self, quant: str | None, pack: bool = True) -> LoadOptions:
+        """Returns how a drafter is loaded: as the target, but for its KV groups and quantisation.
+
+        Args:
+            quant: as in the drafter's config.
+        """
+        return replace(
+            self.options,
+            kv_group=len(self.model.kv_group_specs(self.options.dtype)),  # after the target's
+            pack=pack,
+            form=form_of_drafter(quant, self.options.device),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,14 +132,7 @@ class HeadLoader(DrafterLoader[HeadSpec]):
                 draft_window=self.spec.draft_window,
                 **self.spec.head_options,
             ),
-            LoadOptions(
-                dtype=target.dtype,
-                device=target.device,
-                backend=target.backend,
-                kv_group=target.num_kv_groups,
-                num_positions=target.num_positions,
-                quant=self.spec.quant,
-            ),
+            target.options_of_drafter(self.spec.quant),
         )
         spec = self.settle(head, directory)
         _check_draft_len(spec, head)
@@ -235,24 +231,18 @@ class DraftTargetLoader(DrafterLoader[DraftTargetDecodingConfig]):
         return [self.draft_config]
 
     def load(self, target: LoadedTarget) -> LoadedDrafter:
-        vocab_size, quant = target.config.vocab_size, self.spec.quant
+        vocab_size = target.config.vocab_size
         tokenizers = load_tokenizer(self.directory), load_tokenizer(target.directory)
         problem = token_problem(self.draft_config.vocab_size, vocab_size, *tokenizers)
         if problem:
             raise ConfigError(problem)
         draft = load_decoder(
             self.directory,
-            target.dtype,
-            target.device,
-            target.backend,
-            kv_group=target.num_kv_groups,
-            pack=False,
-            num_positions=target.num_positions,
-            parallel=self._parallel(target.config.parallel),
-            form=FLOATS_ALONE if quant is None else weight_form(quant, target.device),
+            target.options_of_drafter(self.spec.quant, pack=False),
+            self._parallel(target.config.parallel),
         )
         draft.keep_logits(vocab_size)
-        finish(draft, target.device)
+        finish(draft, target.options.device)
         keep_kv_finite(draft)
         return LoadedDrafter(
             config=self.spec,
@@ -324,7 +314,7 @@ class SaveHiddenStatesLoader(DrafterLoader[SaveHiddenStatesDecodingConfig]):
             self.directory,
             self._layers(target.config.num_layers),
             target.config.hidden_size,
-            target.dtype,
+            target.options.dtype,
             rows_per_file=self.spec.tokens_per_file,
             target=_fingerprint(target.model),
         )
@@ -382,7 +372,7 @@ def times_lengths(spec: DecodingBaseConfig, target: LoadedTarget) -> bool:
     """
     settings = spec.draft_len_schedule, spec.max_concurrency, spec.max_verified_drafts
     is_open = all(setting is None for setting in settings)
-    is_alone = target.device.type == "cuda" and target.config.parallel.size == 1
+    is_alone = target.options.device.type == "cuda" and target.config.parallel.size == 1
     is_inside = not spec.spec_dec_mode.drafts_in_passes()
     if not (is_open and is_alone and is_inside):
         return False

@@ -30,13 +30,13 @@ from ...models.drafters.clustered_head import ClusteredHead
 from ...models.placement import Placement
 from ..dequantized import dequantized
 from ..files import read_json_object
-from ..place import form_of_head, place_tensors
+from ..place import LoadOptions, place_tensors
 from ..tensors import TensorSource, open_checkpoint, some
 from ..weights import finish, placements, shape_problem, sizes_alone
 from ..zoo import HEADS, hub_advice, resolve_head
 from .fit import not_finite
 from .kinds import kind_of
-from .records import HeadFiles, HeadKind, HeadReport, HeadRequest, LoadOptions, Sources
+from .records import HeadFiles, HeadKind, HeadReport, HeadRequest, Sources
 
 
 def read_head(
@@ -117,8 +117,8 @@ def load_head(
         head.limit_windows()
         _drop_what_the_target_has(head, report.tensors, target, options.dtype)
         placement_of = _placements_with_offsets(head)
-        form = form_of_head(options.quant, options.device)
-        place_tensors(head, placement_of, report.tensors, options.dtype, options.device, form)
+        options = replace(options, form=replace(options.form, is_of_head=True))
+        place_tensors(head, placement_of, report.tensors, options)
     head.d2t = None if report.d2t is None else report.d2t.to(options.device)
     kind.attach(head, report, options.device, options.dtype)
     finish(head, options.device, options.pack)

@@ -14,6 +14,7 @@ from ...attention.base import AttentionBackend
 from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ...models.drafters.base import DraftHead, HeadConfig
+from ..place import LoadOptions as LoadOptions
 from ..tensors import TensorSource
 
 Sources = dict[str, TensorSource]
@@ -31,19 +32,6 @@ class HeadRequest:
     layer_per_draft: bool | None = True  # False needs the first MTP layer alone
     norm_output: bool | None = None  # feed the normed hidden state on, or not
     draft_window: int | None = None  # tokens that its layers see at most; 0 is all
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """Where and how a head's weights are kept."""
-
-    dtype: torch.dtype
-    device: torch.device
-    backend: AttentionBackend
-    kv_group: int  # the head's first; the target's come before it
-    num_positions: int | None = None  # the longest sequence; None is the target's maximum
-    pack: bool = True  # on CPU, weights in the layout its kernels like
-    quant: str | None = None  # as in `HeadDecodingConfig`
 
 
 @dataclass(frozen=True)
