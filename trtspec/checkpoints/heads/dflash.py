@@ -41,9 +41,7 @@ def _read(
             "read. Put it into an embed_tokens.weight of the head, in the row of mask_token_id, "
             "and remove the file."
         )
-    config = report.config = parse_dflash(
-        files.raw, report.tensors, files.config_path, target, request.layers_to_capture
-    )
+    config = report.config = parse_dflash(files, report.tensors, request, target)
     _check_context_embeddings(report, config, files.config_path)
     _check_sinks(report, config, files.config_path)
     check_ends(report, config, target)

@@ -34,7 +34,7 @@ from .fields import (
     speculative_tokens,
 )
 from .masked import mask_token
-from .records import Sources
+from .records import HeadFiles, HeadRequest, Sources
 
 ARCHITECTURES = (
     "DFlashDraftModel",
@@ -106,23 +106,19 @@ def _projector(raw: dict[str, Any]) -> Any:
 
 
 def parse_dflash(
-    raw: dict[str, Any],
-    sources: Sources,
-    where: Path,
-    target: DecoderConfig | None,
-    layers_to_capture: Sequence[int] | None,
+    files: HeadFiles, tensors: Sources, request: HeadRequest, target: DecoderConfig | None
 ) -> HeadConfig:
     """Returns the config of a DFlash, DFlash2 or DSpark head.
 
     Args:
-        raw: `config.json`. sources: tensors under canonical names.
-        where: the file, for messages.
+        tensors: those of `files`, under canonical names.
+        request: its `layers_to_capture` win over the checkpoint's.
         target: gives the number of layers that the default capture needs.
-        layers_to_capture: the user's, 0-based, wins over the checkpoint's.
 
     Raises:
         CheckpointError: a field is missing, or is not what it can be; another kind of head.
     """
+    raw, where, asked = files.raw, files.config_path, request.layers_to_capture
     inner, nested = _objects(raw, where)
     variant, speculators = _variant(raw, nested), raw.get("speculators_model_type")
     _refuse_relatives(raw, nested, variant, where)
@@ -130,7 +126,7 @@ def parse_dflash(
     block, anchor = _block(fields, variant, where)
     trained = block if anchor else block - 1
     inner = _with_window(inner, fields, where)
-    decoder = _layers(inner, fields, sources, where)
+    decoder = _layers(inner, fields, tensors, where)
     sees_ahead = _sees_ahead(raw, nested, decoder, where)
     windows_by_row = flag_field(fields, "use_swa", where)
     if windows_by_row:
@@ -138,7 +134,7 @@ def parse_dflash(
     else:
         decoder = widened(decoder, sees_ahead, block)
     mask = _required(fields, "mask_token_id", where)
-    layers, origin = _target_layers(fields, where, decoder.num_layers, target, layers_to_capture)
+    layers, origin = _target_layers(fields, where, decoder.num_layers, target, asked)
     vocab = size_field(raw, "draft_vocab_size", decoder.vocab_size, where)
     extra: dict[str, Any] = {}
     if variant == "DSpark":
@@ -151,11 +147,11 @@ def parse_dflash(
         decoder=decoder,
         target_hidden_size=size_field(fields, "target_hidden_size", decoder.hidden_size, where),
         draft_vocab_size=vocab,
-        own_embedding="embed_tokens.weight" in sources,
-        own_lm_head="lm_head.weight" in sources,
+        own_embedding="embed_tokens.weight" in tensors,
+        own_lm_head="lm_head.weight" in tensors,
         layers_to_capture=layers,
         captured_by=origin,
-        fc_bias="fc.bias" in sources,
+        fc_bias="fc.bias" in tensors,
         suggested_draft_len=min(speculative_tokens(raw, where) or trained, trained),
         mask_token_id=mask_token("mask_token_id", mask, where, decoder.vocab_size),
         trained_draft_len=trained,

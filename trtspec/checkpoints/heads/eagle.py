@@ -32,9 +32,7 @@ def _read(
     tensors = report.tensors = head_tensors(files, "EAGLE")
     if files.raw.get("tie_word_embeddings") is True and "embed_tokens.weight" in tensors:
         tensors.setdefault("lm_head.weight", tensors["embed_tokens.weight"])  # the head's own two
-    config = report.config = parse_eagle(
-        files.raw, report.tensors, files.config_path, target, request.layers_to_capture
-    )
+    config = report.config = parse_eagle(files, tensors, request, target)
     config = _settle_captures(report, config)
     check_ends(report, config, target)
     check_vocabulary_map(report, config)

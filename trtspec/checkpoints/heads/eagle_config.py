@@ -24,7 +24,7 @@ from .fields import (
     speculative_tokens,
 )
 from .masked import parse_masked
-from .records import Sources
+from .records import HeadFiles, HeadRequest, Sources
 
 MIN_LAYERS_FOR_DEFAULT = 6
 logger = logging.getLogger(__name__)
@@ -40,44 +40,40 @@ def default_layers_to_capture(num_layers: int) -> tuple[int, ...]:
 
 
 def parse_eagle(
-    raw: dict[str, Any],
-    sources: Sources,
-    where: Path,
-    target: DecoderConfig | None,
-    layers_to_capture: Sequence[int] | None,
+    files: HeadFiles, tensors: Sources, request: HeadRequest, target: DecoderConfig | None
 ) -> HeadConfig:
     """Returns the config of an EAGLE-3 or EAGLE-1 head.
 
     Args:
-        raw: `config.json`. sources: tensors under canonical names.
-        where: the file, for messages.
+        tensors: those of `files`, under canonical names.
+        request: its `layers_to_capture` win over the checkpoint's.
         target: gives the number of layers that the default capture needs.
-        layers_to_capture: the user's, 0-based, wins over the checkpoint's.
 
     Raises:
         CheckpointError: a field is missing or is not what it can be.
     """
+    raw, where, asked = files.raw, files.config_path, request.layers_to_capture
     speculators = raw.get("speculators_model_type")
-    decoder = _architecture(raw, sources, where)
+    decoder = _architecture(raw, tensors, where)
     common = HeadConfig(
         kind="eagle3",
         format="EAGLE-3, speculators format" if speculators else "EAGLE-3, raw",
         decoder=decoder,
         target_hidden_size=size_field(raw, "target_hidden_size", decoder.hidden_size, where),
         draft_vocab_size=size_field(raw, "draft_vocab_size", decoder.vocab_size, where),
-        own_embedding="embed_tokens.weight" in sources,
-        own_lm_head="lm_head.weight" in sources,
-        fc_bias="fc.bias" in sources,
+        own_embedding="embed_tokens.weight" in tensors,
+        own_lm_head="lm_head.weight" in tensors,
+        fc_bias="fc.bias" in tensors,
         suggested_draft_len=speculative_tokens(raw, where),
     )
     nested = _eagle_config(raw, where)
-    mask, trained = parse_masked(raw, nested, sources, where, decoder.vocab_size)
-    if "layers.0.hidden_norm.weight" not in sources and "norm.weight" not in sources:
-        _check_eagle1(common, mask, layers_to_capture, where)
+    mask, trained = parse_masked(raw, nested, tensors, where, decoder.vocab_size)
+    if "layers.0.hidden_norm.weight" not in tensors and "norm.weight" not in tensors:
+        _check_eagle1(common, mask, asked, where)
         return replace(common, kind="eagle", format="EAGLE-1")
     flags = _flags(raw, nested, where)
     _refuse_unknown_eagle_config(nested, where)
-    layers, origin = _layers_to_capture(raw, nested, where, target, layers_to_capture)
+    layers, origin = _layers_to_capture(raw, nested, where, target, asked)
     common = replace(common, layers_to_capture=layers, captured_by=origin, **flags)
     if mask is None:
         return common
