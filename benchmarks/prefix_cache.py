@@ -203,7 +203,7 @@ def _publish_us(
             request.output_token_ids += [7, 8]
         started = time.perf_counter()
         for request in requests:
-            scheduler.publish(request)
+            scheduler.prefixes.publish(request)
         times.append((time.perf_counter() - started) * 1e6)
     return times
 

@@ -106,7 +106,7 @@ class RequestBook:
             self.save_rows(request, result.hidden)
         chain = request.prefix  # as `publish` asks first: mostly there is nothing to do
         if chain is not None and len(request.prompt_token_ids) + len(output) >= chain.next_at:
-            self.scheduler.publish(request)
+            self.scheduler.prefixes.publish(request)
         if reason is not None:
             self.finish(request, reason)
         request.num_read = len(output)  # later tokens may be computed again

@@ -79,15 +79,7 @@ class PyExecutor:
                 self.mode.name,
             )
         target, worker = runner.step.target, runner.step.worker
-        extra_kv, rewritten = worker.num_extra_kv_tokens, worker.num_rewritten_tokens
-        self.scheduler = Scheduler(
-            config,
-            self.kv_cache,
-            self.max_draft_len,
-            extra_kv=extra_kv,
-            rewritten=rewritten,
-            extra_kv_at_rest=worker.num_extra_kv_tokens_at_rest,
-        )
+        self.scheduler = Scheduler(config, self.kv_cache, self.max_draft_len, worker)
         self._admission = Admission(
             target=target, config=config, mode=self.mode, max_draft_len=self.max_draft_len
         )
@@ -425,7 +417,7 @@ class PyExecutor:
         self._watch.add_launched(launched)
         plan.count_as_launched()
         for chunk in batch.contexts:
-            self.scheduler.publish(chunk.request)
+            self.scheduler.prefixes.publish(chunk.request)
         return launched
 
     def _finish_launches(self) -> None:

@@ -12,9 +12,10 @@ from itertools import islice
 
 from ..config import ExecutorConfig
 from ..state.kv_cache import KVCacheManager
-from ..state.prefix_search import PrefixHit, PrefixQuery
+from ..state.prefix_search import PrefixHit
+from ..workers.base import SpecWorkerBase
 from .draft_len import DraftLen
-from .embeds import content_of, reusable_tokens
+from .prefixes import Prefixes
 from .request import ContextChunk, Request, RequestState, ScheduledBatch
 
 
@@ -26,17 +27,16 @@ class Scheduler:
         config: ExecutorConfig,
         kv_cache: KVCacheManager,
         max_draft_len: int,
-        extra_kv: int,
-        rewritten: int,
-        extra_kv_at_rest: int,
+        worker: SpecWorkerBase,
     ):
         self.config, self.kv_cache = config, kv_cache
         self.rows = max_draft_len + 1  # KV rows a verification pass writes
-        self.extra_kv = extra_kv  # KV rows drafting writes past those
-        self.extra_kv_at_rest = extra_kv_at_rest  # the same of a step that drafts nothing
+        self.extra_kv = worker.num_extra_kv_tokens  # KV rows drafting writes past those
+        self.extra_kv_at_rest = worker.num_extra_kv_tokens_at_rest
         self.most_drafts = max_draft_len
         """What the step scheduled last verifies or proposes at most."""
-        self.rewritten = rewritten  # KV rows drafting writes again, before those
+        self.rewritten = worker.num_rewritten_tokens
+        self.prefixes = Prefixes(kv_cache, self.rewritten)
         self.has_windows = any(window is not None for window in kv_cache.windows)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -85,14 +85,7 @@ class Scheduler:
             self._trim_all()
         for_prompts = self._tokens_for_prompts(started, may_start)
         generations, budget = self._schedule_generations(for_prompts)
-        short = self._reserve_all(generations)
-        if short:
-            self._trim_all()
-            short = self._reserve_all(generations)
-        if short and self.most_drafts and draft_len.may_rest(self._next_waiting):
-            self.most_drafts = 0  # rather than preempt
-            self._trim_all()
-            short = self._reserve_all(generations)
+        short = self._reserve_all(generations, draft_len)
         if short:
             return ScheduledBatch([], []), self._youngest_beside(short[0])
         contexts = self._chunks_of(started, budget)
@@ -154,12 +147,16 @@ class Scheduler:
         request = self.waiting[0]
         if self._may_chunk(request) and not request.images:
             return 0
-        hit = self._find(request)
+        hit = self.prefixes.find(request)
         least = self._least_tokens(request, hit.num_tokens)
         most = min(request.num_context_tokens, hit.num_tokens + self.config.max_num_tokens)
         return least if least and self._can_admit(request, hit, most) else 0
 
     def _least_tokens(self, request: Request, first: int) -> int:
+        """Returns how many tokens of its prompt, from `first` on, must be computed in one pass.
+
+        0: any number will do.
+        """
         if not self._may_chunk(request):
             return request.num_context_tokens - first
         least = request.least_context_tokens(first)
@@ -223,12 +220,12 @@ class Scheduler:
         computing: set[bytes] = set()  # keys of blocks that running prompts compute
         for request in self.running if self.waiting else []:
             if request.state is RequestState.CONTEXT:
-                computing.update(self._keys_to_publish(request))
+                computing.update(self.prefixes.keys_to_publish(request))
         while self.waiting and len(self._free_slots) > len(later) and budget > 0:
             request = self.waiting[0]
-            hit = self._find(request)
+            hit = self.prefixes.find(request)
             may_wait = len(self._free_slots) >= self._least_free  # else it would wait for long
-            if may_wait and self._is_being_computed(request, hit, computing):
+            if may_wait and self.prefixes.is_being_computed(request, hit, computing):
                 later.append(self.waiting.popleft())
                 continue
             chunk = self._start(request, hit, budget)
@@ -239,7 +236,7 @@ class Scheduler:
             request.state, request.slot = RequestState.CONTEXT, self._free_slots.pop()
             chunks.append(chunk)
             self.idle_slot_steps = 0
-            computing.update(self._keys_to_publish(request))
+            computing.update(self.prefixes.keys_to_publish(request))
             budget -= chunk.num_tokens
         self.waiting.extendleft(reversed(later))
         self.kv_cache.make_copies()
@@ -266,67 +263,6 @@ class Scheduler:
                 return ContextChunk(request, start, end)
         return None
 
-    # -- prefixes ------------------------------------------------------------------------------
-    def _find(self, request: Request) -> PrefixHit:
-        """Looks up what the cache holds of a waiting request.
-
-        At least its last token is computed, for its logits and hidden states, and as many more as
-        the first draft computes again.
-        """
-        cache, chain = self.kv_cache, request.prefix
-        if chain is None or not cache.is_current(chain):
-            limit = reusable_tokens(request, self.rewritten)
-            chain = cache.chain(request.cache_salt, content_of(request), limit)
-            request.prefix = chain
-        if not cache.reuse.is_on:
-            return PrefixHit()
-        chain.extend(request.tokens_between, request.num_tokens)
-        if request.lacks_prompt_logprobs:
-            return PrefixHit()
-        limit = request.num_context_tokens - max(1, self.rewritten)
-        return cache.find(
-            PrefixQuery(chain, request.tokens_between, limit, request.cut_before_image)
-        )
-
-    def _is_being_computed(self, request: Request, hit: PrefixHit, computing: set[bytes]) -> bool:
-        """Whether running prompts are about to compute half or more of what the request lacks."""
-        assert request.prefix is not None
-        if request.lacks_prompt_logprobs:  # it takes nothing over
-            return False
-        keys, end = request.prefix.keys, hit.num_blocks
-        while end < len(keys) and keys[end] in computing:
-            end += 1
-        gained = end * self.kv_cache.page_size - hit.num_tokens
-        return gained > 0 and 2 * gained >= request.num_context_tokens - hit.num_tokens
-
-    def _keys_to_publish(self, request: Request) -> list[bytes]:
-        """Returns the keys of the request's blocks that it will publish."""
-        chain = request.prefix
-        if chain is None or not self.kv_cache.is_current(chain):
-            return []
-        end = len(chain.keys)
-        if chain.max_published is not None:
-            end = chain.max_published // chain.page_size
-        return chain.keys[chain.num_published : end]
-
-    def publish(self, request: Request) -> None:
-        """Lets other requests find the blocks that no later step of this one writes to."""
-        chain = request.prefix
-        if chain is None or request.num_tokens < chain.next_at:
-            return
-        if not self.kv_cache.reuse.is_on:
-            return
-        computed = request.num_computed
-        if request.is_generation:
-            computed = max(computed, request.num_tokens - 1)
-        settled = request.num_tokens - chain.ahead  # rows whose tokens are known
-        final = min(computed + 1 - max(chain.ahead, 1), settled)
-        if request.num_missed:  # the head has no keys of these rows yet
-            final = min(final, request.first_missed)
-        if final // chain.page_size > chain.num_published:
-            chain.extend(request.tokens_between, request.num_tokens)
-            self.kv_cache.publish(request.request_id, chain, final)
-
     def _chunk(self, request: Request, budget: int) -> ContextChunk | None:
         """Returns the request's next tokens within budget and free blocks, or None."""
         start = request.num_computed
@@ -341,7 +277,23 @@ class Scheduler:
         end = request.cut_before_image(min(total, start + budget))
         return None if end <= start or (end < total and not self._may_chunk(request)) else end
 
-    def _reserve_all(self, generations: list[Request]) -> list[Request]:
+    def _reserve_all(self, generations: list[Request], draft_len: DraftLen) -> list[Request]:
+        """Reserves blocks for the next step. Returns the requests for which there are none.
+
+        Where blocks run out, those that generations turned out not to need are taken back. If that
+        is not enough the step drafts nothing, where `draft_len` allows it.
+        """
+        short = self._reserve_each(generations)
+        if short:
+            self._trim_all()
+            short = self._reserve_each(generations)
+        if short and self.most_drafts and draft_len.may_rest(self._next_waiting):
+            self.most_drafts = 0  # rather than preempt
+            self._trim_all()
+            short = self._reserve_each(generations)
+        return short
+
+    def _reserve_each(self, generations: list[Request]) -> list[Request]:
         """Returns those for whose next step there are no blocks."""
         held, ahead = self.kv_cache.capacity, self._rows_ahead
         growing = [r for r in generations if r.past_upper + ahead > held[r.request_id]]  # few
