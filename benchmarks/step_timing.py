@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from trtspec import PyExecutor, SamplingParams
 from trtspec.executor.forward_step import StepOutputs
-from trtspec.executor.graphs import GraphKey
+from trtspec.executor.graph_key import GraphKey
 from trtspec.executor.inputs import StepInputs, build_inputs
 from trtspec.executor.request import Request, ScheduledBatch
 from trtspec.ops.layer import cublaslt

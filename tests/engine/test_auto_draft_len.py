@@ -33,7 +33,8 @@ from trtspec.checkpoints.zoo import resolve_head
 from trtspec.executor import auto_draft_len, drafters
 from trtspec.executor.auto_draft_len import AutoDraftLen, Launches
 from trtspec.executor.drafters import LoadedDrafter, may_choose
-from trtspec.executor.graphs import CudaGraphs, GraphKey, GraphMemoryError
+from trtspec.executor.graph_key import GraphKey
+from trtspec.executor.graphs import CudaGraphs, GraphMemoryError
 from trtspec.executor.request import ScheduledBatch, StepPlan
 from trtspec.executor.results import Outcomes
 from trtspec.executor.running_acceptance import (

@@ -26,7 +26,6 @@ from trtspec.executor.context_inputs import ContextInputs, deal_out, most_worth_
 from trtspec.executor.device_step import PartialLaunch
 from trtspec.executor.forward_step import StepOutputs
 from trtspec.executor.generation_inputs import GenerationInputs
-from trtspec.executor.graphs import first_rows
 from trtspec.executor.inputs import assemble, build_inputs
 from trtspec.executor.py_executor import PyExecutor
 from trtspec.executor.request import ContextChunk, ScheduledBatch, StepPlan
@@ -92,7 +91,7 @@ class Uncaptured:
     def run_contexts(self, shape: ContextInputs, plan: StepPlan) -> PartialLaunch:
         chunks = plan.batch.contexts
         outputs = self._run(shape, plan, num_beside=0)
-        return PartialLaunch(first_rows(outputs, len(chunks), 1), is_replay=True)
+        return PartialLaunch(outputs.first_rows(len(chunks), 1), is_replay=True)
 
     def run_both(self, shape: ContextInputs, plan: StepPlan) -> PartialLaunch:
         """With as many generations as there can be: some are padding."""

@@ -26,7 +26,8 @@ from trtspec import (
 )
 from trtspec.executor import choose_draft_len, runner
 from trtspec.executor.auto_draft_len import AutoDraftLen
-from trtspec.executor.graphs import CudaGraphs, GraphKey
+from trtspec.executor.graph_key import GraphKey
+from trtspec.executor.graphs import CudaGraphs
 from trtspec.executor.request import ScheduledBatch
 from trtspec.executor.step_costs import StepCosts
 from trtspec.metadata.missed import CAPACITY

@@ -14,7 +14,8 @@ from sampled import requests, texts
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, KvCacheConfig, SamplingParams
-from trtspec.executor.graphs import CudaGraphs, GraphKey
+from trtspec.executor.graph_key import GraphKey
+from trtspec.executor.graphs import CudaGraphs
 
 pytestmark = [
     pytest.mark.gpu,

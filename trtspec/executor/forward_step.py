@@ -47,6 +47,20 @@ class StepOutputs:
         """The memory that tokens, lengths and marks are parts of, if it is one."""
         return Piece.of(self.new_tokens, self.new_tokens_lens, self.bad_requests)
 
+    def first_rows(self, count: int, rows: int) -> StepOutputs:
+        """Returns those of the first `count` requests, of `rows` logits each, without padding."""
+        hidden, logprobs, drafts = self.hidden_states, self.logprobs, self.drafts
+        num_verified = self.num_verified
+        return StepOutputs(
+            new_tokens=self.new_tokens[:count],
+            new_tokens_lens=self.new_tokens_lens[:count],
+            bad_requests=self.bad_requests[:count],
+            hidden_states=None if hidden is None else hidden[:count],
+            logprobs=None if logprobs is None else logprobs.rows(count * rows),
+            drafts=None if drafts is None else drafts[:count],
+            num_verified=None if num_verified is None else num_verified[:count],
+        )
+
 
 @torch.inference_mode()
 def forward_step(

@@ -14,24 +14,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..config import CudaGraphConfig, ExecutorConfig
 from ..errors import ConfigError
-from ..metadata.guided import DraftPoint, Point
 from ..ops.launch.captures import capture_stream, no_garbage_collection
 from ..ops.layer import cublaslt
 from .context_inputs import ContextInputs, most_worth_capturing, seconds_of_weights
 from .device_step import DeviceStep, PartialLaunch
 from .forward_step import StepOutputs
 from .generation_inputs import GenerationInputs
+from .graph_key import GraphKey
+from .graph_recorder import GraphPart, GraphRecorder, HostPart, launch_parts
 from .guided_masks import GuidedMasks
 from .inputs import StepInputs
 from .request import ContextChunk, ScheduledBatch, StepPlan
@@ -48,31 +49,8 @@ class GraphMemoryError(ConfigError):
     """GPU memory ran out while a graph was captured."""
 
 
-class GraphKey(NamedTuple):
-    """What a graph is captured for."""
-
-    batch_size: int  # of a context pass: its shape's contexts
-    num_drafts: int  # K', verified
-    draft_len: int  # proposed
-    all_greedy: bool = True
-    has_filters: bool = False
-    context_tokens: int = 0  # of a context pass
-    num_beside: int = 0  # of a context pass: generations in it
-    num_logprobs: int | None = None
-    shapes_logits: bool = False
-    is_guided: bool = False
-    reads_missed: bool = False  # no step: the pass over rows that the head has missed
-
-
-class _Part(NamedTuple):
-    """A graph, and what the host does after it."""
-
-    graph: torch.cuda.CUDAGraph
-    point: Point | None
-
-
 class _Captured(NamedTuple):
-    parts: list[_Part]  # of the step; in two-engine modes also of each draft pass
+    parts: list[GraphPart]  # of the step; in two-engine modes also of each draft pass
     outputs: StepOutputs | None  # None: of no step
     rows: dict[int, StepOutputs]  # views of the outputs of fewer requests, by how many
 
@@ -110,18 +88,23 @@ class CudaGraphs:
         lengths choose themselves passes differ from run to run, and a capture takes as long as
         dozens of steps."""
         self._costs: dict[GraphKey, float] = {}  # seconds that it has cost to be without a graph
-        self._seconds: dict[GraphKey, float] = {}  # of passes that were used in their place
+        self._seconds: dict[GraphKey, float] = {}  # of passes that have stood in
         self._seconds_of_weights = seconds_of_weights(step.target)
         # Where memory ends on one of several ranks, the others would not know.
         self._may_join = self.enable_padding and step.target.config.parallel.size == 1
         self.masks: GuidedMasks | None = None  # set once a request has a grammar
-        self._host_part: Callable[[Point], None] | None = None
+        self._host_part: HostPart | None = None
         """Cuts the graph, while a step with grammars is captured."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = capture_stream(device)
         self.memory_bytes = 0  # taken by captures so far
         self.capture_seconds: list[float] = []  # of each capture
 
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    # -- generations -------------------------------------------------------------------------------
     def bucket(self, batch_size: int) -> int | None:
         """Returns the smallest captured size that holds the batch; None if there is none."""
         size = next((size for size in self.batch_sizes if size >= batch_size), None)
@@ -137,9 +120,9 @@ class CudaGraphs:
         bucket = self.bucket(len(requests))
         if bucket is None:
             return None
-        keys = [_key_of(plan, batch_size=bucket)]
+        keys = [GraphKey.of(plan, batch_size=bucket)]
         if plan.reads_missed:
-            keys.append(_key_of_missed(bucket))
+            keys.append(GraphKey.of_missed(bucket))
         if any(key not in self._graphs for key in keys):
             plan.finish_before()
             if not all(self._is_there(key) for key in keys):
@@ -152,47 +135,7 @@ class CudaGraphs:
             self._replay_whole(key)
         return self._replay(keys[0], len(requests), plan.host_part)
 
-    def _is_there(self, key: GraphKey) -> bool:
-        """Captures a graph if need be. False: there is no memory for it, and none may be needed."""
-        if key in self._graphs or key in self._lost:
-            return key in self._graphs
-        try:
-            self._graphs[key] = self._capture(key)
-        except GraphMemoryError as error:
-            # The other ranks would not know.
-            if not self.may_lose_graphs or self.step.target.config.parallel.size > 1:
-                raise
-            if not self._lost:
-                logger.warning("No more draft lengths are captured where memory ends: %s", error)
-            self._lost.add(key)
-            return False
-        return True
-
-    def is_lost(self, shape: StepShape, draft_len: int) -> bool:
-        """Whether a graph of this shape and draft length found no memory."""
-        if not self._lost:
-            return False
-        sought = *shape, draft_len
-        return any(
-            sought == (key.batch_size, key.all_greedy, key.is_guided, key.draft_len)
-            for key in self._lost
-            if not key.reads_missed
-        )
-
-    def ready(self, batch: ScheduledBatch, lengths: list[int]) -> list[int]:
-        """Returns those lengths K for which a step of these generations needs no capture."""
-        bucket = self.bucket(len(batch.generations))
-        if bucket is None:
-            return lengths
-        key = _key_of(StepPlan(batch=batch, num_drafts=0, draft_len=0), batch_size=bucket)
-        keys = {k: key._replace(num_drafts=k, draft_len=k) for k in lengths}
-        return [k for k in lengths if keys[k] in self._graphs or keys[k] in self._lost]
-
-    @property
-    def capture_cost(self) -> float:
-        """The seconds that a capture takes, going by the latest ones."""
-        return median(self.capture_seconds[-9:]) if self.capture_seconds else SECONDS_OF_CAPTURE
-
+    # -- prompts -----------------------------------------------------------------------------------
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
         """Returns the smallest captured shape that holds these parts of prompts, if any does."""
         return next((inputs for inputs in self.contexts if inputs.holds(chunks)), None)
@@ -204,16 +147,50 @@ class CudaGraphs:
         eagerly.
         """
         chunks = plan.batch.contexts
-        key = _key_of_contexts(plan, inputs)
+        key = GraphKey.of_contexts(plan, inputs)
         if key not in self._graphs:
             larger = self._stand_in(inputs, plan)
             if larger is not None:
-                inputs, key = larger, _key_of_contexts(plan, larger)
+                inputs, key = larger, GraphKey.of_contexts(plan, larger)
             elif not self._capture_contexts(inputs, key):
                 return None
         inputs.fill(chunks)
         return self._replay(key, len(chunks), plan.host_part)
 
+    def _stand_in(self, inputs: ContextInputs, plan: StepPlan) -> ContextInputs | None:
+        """Returns the smallest larger shape that has a graph, to run this pass.
+
+        None: there is none, or padding would by now have cost as much as a capture.
+        """
+        larger = self.contexts[self.contexts.index(inputs) + 1 :] if self.may_stand_in else []
+        key_of = partial(GraphKey.of_contexts, plan)
+        found = next((one for one in larger if key_of(one) in self._graphs), None)
+        if found is None:
+            return None
+        key, seconds = key_of(inputs), self._seconds_of_pass(found, plan)
+        padding = seconds * (1 - inputs.num_tokens / found.num_tokens)
+        return None if self._add_cost(key, padding) else found
+
+    def _add_cost(self, key: GraphKey, seconds: float) -> bool:
+        """Books what it costs to be without a graph. Returns whether that is a capture by now."""
+        self._costs[key] = self._costs.get(key, 0.0) + seconds
+        return self._costs[key] >= self.capture_cost
+
+    def _seconds_of_pass(self, inputs: ContextInputs, plan: StepPlan) -> float:
+        """Returns what a captured pass takes, all of it padding. It is timed once, and the host
+        waits: by its products alone a pass of a small model would seem a fraction of it."""
+        key = GraphKey.of_contexts(plan, inputs)
+        if key not in self._seconds:
+            inputs.fill([])
+            self._replay_whole(key)
+            torch.cuda.synchronize(self.device)
+            began = time.perf_counter()
+            self._replay_whole(key)
+            torch.cuda.synchronize(self.device)
+            self._seconds[key] = time.perf_counter() - began
+        return self._seconds[key]
+
+    # -- prompts and generations -------------------------------------------------------------------
     def pays_to_join(self, batch: ScheduledBatch, draft_len: int) -> bool:
         """Whether parts of prompts and generations had better be one pass, which reads the weights
         once.
@@ -235,12 +212,7 @@ class CudaGraphs:
         count = len(plan.batch.generations)
         sizes = [size for size in self.batch_sizes if size & (size - 1) == 0]
         size = next((size for size in sizes if size >= count), self.batch_sizes[-1])
-        return _key_of_contexts(plan, shape)._replace(num_beside=size)
-
-    def _add_cost(self, key: GraphKey, seconds: float) -> bool:
-        """Books what it costs to be without a graph. Returns whether that is a capture by now."""
-        self._costs[key] = self._costs.get(key, 0.0) + seconds
-        return self._costs[key] >= self.capture_cost
+        return GraphKey.of_contexts(plan, shape)._replace(num_beside=size)
 
     def run_both(self, shape: ContextInputs, plan: StepPlan) -> PartialLaunch | None:
         """Runs one pass over parts of prompts and generations. The launch before is finished.
@@ -249,7 +221,7 @@ class CudaGraphs:
         """
         chunks, requests = plan.batch.contexts, plan.batch.generations
         key = self._key_of_both(plan, shape)
-        keys = [key, _key_of_missed(key.num_beside)] if plan.reads_missed else [key]
+        keys = [key, GraphKey.of_missed(key.num_beside)] if plan.reads_missed else [key]
         try:
             for missing in [one for one in keys if one not in self._graphs]:
                 shape.fill([])
@@ -269,53 +241,9 @@ class CudaGraphs:
         launch.rows = [*range(len(chunks)), *range(first, first + len(requests))]
         return launch
 
-    def _stand_in(self, inputs: ContextInputs, plan: StepPlan) -> ContextInputs | None:
-        """Returns the smallest larger shape that has a graph, to run this pass.
-
-        None: there is none, or padding would by now have cost as much as a capture.
-        """
-        larger = self.contexts[self.contexts.index(inputs) + 1 :] if self.may_stand_in else []
-        found = next((one for one in larger if _key_of_contexts(plan, one) in self._graphs), None)
-        if found is None:
-            return None
-        key, seconds = _key_of_contexts(plan, inputs), self._seconds_of_pass(found, plan)
-        padding = seconds * (1 - inputs.num_tokens / found.num_tokens)
-        return None if self._add_cost(key, padding) else found
-
-    def _seconds_of_pass(self, inputs: ContextInputs, plan: StepPlan) -> float:
-        """Returns what a captured pass takes, all of it padding. It is timed once, and the host
-        waits: by its products alone a pass of a small model would seem a fraction of it."""
-        key = _key_of_contexts(plan, inputs)
-        if key not in self._seconds:
-            inputs.fill([])
-            self._replay_whole(key)
-            torch.cuda.synchronize(self.device)
-            began = time.perf_counter()
-            self._replay_whole(key)
-            torch.cuda.synchronize(self.device)
-            self._seconds[key] = time.perf_counter() - began
-        return self._seconds[key]
-
-    def _replay_whole(self, key: GraphKey) -> None:
-        """Replays a graph that has no part of the host's."""
-        for graph, _ in self._graphs[key].parts:
-            graph.replay()
-
-    def _capture_contexts(self, inputs: ContextInputs, key: GraphKey) -> bool:
-        """Captures a shape. False: there is no room or no kernel for it, and it was dropped."""
-        inputs.fill([])
-        try:
-            self._graphs[key] = self._capture(key)
-        except ConfigError as error:
-            if self.step.target.config.parallel.size > 1:  # the other ranks would not know
-                raise
-            logger.warning("Prompts of up to %d tokens run eagerly: %s", key.context_tokens, error)
-            self.contexts.remove(inputs)
-            return False
-        return True
-
+    # -- replay ------------------------------------------------------------------------------------
     def _replay(
-        self, key: GraphKey, num_requests: int | None, host_part: Callable[[Point], None] | None
+        self, key: GraphKey, num_requests: int | None, host_part: HostPart | None
     ) -> PartialLaunch:
         """Launches a step's graphs, up to the first `DraftPoint`.
 
@@ -328,48 +256,16 @@ class CudaGraphs:
         if outputs is None:
             assert num_requests is not None
             num_rows = 1 if key.context_tokens else key.num_drafts + 1
-            outputs = first_rows(captured.outputs, num_requests, num_rows)
+            outputs = captured.outputs.first_rows(num_requests, num_rows)
             captured.rows[num_requests] = outputs
-        rest = _launch_parts(captured.parts, host_part)
+        rest = launch_parts(captured.parts, host_part)
         next(rest, None)
         return PartialLaunch(outputs, is_replay=True, rest=rest)
 
-    def capture_all(self, num_drafts: int) -> None:
-        """Captures every size, the largest first, for greedy and for sampled batches."""
-        for size in reversed(self.batch_sizes):
-            for key in _keys_at_start(num_drafts, batch_size=size):
-                if key not in self._graphs:
-                    self._graphs[key] = self._capture(key)
-        self.prepare_contexts(num_drafts)
-
-    def prepare_contexts(self, num_drafts: int, until: float = inf, least_ratio: float = 1) -> None:
-        """Captures passes over prompts, the largest first, for greedy and for sampled batches.
-
-        Args:
-            until: when to stop, by `time.perf_counter`.
-            least_ratio: each pass that is captured has at least this many times the rows of the
-                next smaller one.
-        """
-        least = inf  # of those that are captured
-        for inputs in self.contexts[::-1]:
-            if time.perf_counter() > until:
-                return
-            if least_ratio * inputs.num_tokens > least:
-                continue
-            least = inputs.num_tokens
-            for key in _keys_at_start(num_drafts, inputs.num_contexts, inputs.num_tokens):
-                if key not in self._graphs and not self._capture_contexts(inputs, key):
-                    break
-
-    def prepare(self, shape: StepShape, draft_len: int) -> bool:
-        """Captures a step that verifies and proposes K drafts, without grammars. False: there is no
-        memory for it."""
-        return self._is_there(_key_of_shape(shape, draft_len))
-
-    def prepare_missed(self, size: int) -> None:
-        """Captures the pass over rows that the head has missed, where there may be some."""
-        if self.step.state.missed is not None:
-            self._is_there(_key_of_missed(size))
+    def _replay_whole(self, key: GraphKey) -> None:
+        """Replays a graph that has no part of the host's."""
+        for graph, _ in self._graphs[key].parts:
+            graph.replay()
 
     def replay_seconds(self, shape: StepShape, draft_len: int, context: int) -> float | None:
         """Returns the seconds of a step that verifies and proposes K drafts, behind `context`
@@ -380,7 +276,7 @@ class CudaGraphs:
 
         It waits for the device, and captures the graph first if need be. None: it is lost.
         """
-        key = _key_of_shape(shape, draft_len)
+        key = GraphKey.of_shape(shape, draft_len)
         if not self._is_there(key):
             return None
         page = self.kv_cache.page_size
@@ -405,6 +301,99 @@ class CudaGraphs:
     def send_again(self) -> None:
         """Makes the next step send everything, after an exception."""
         self.inputs.forget()
+
+    # -- what is captured, and when ----------------------------------------------------------------
+    def capture_all(self, num_drafts: int) -> None:
+        """Captures every size, the largest first, for greedy and for sampled batches."""
+        for size in reversed(self.batch_sizes):
+            for key in GraphKey.at_start(num_drafts, batch_size=size):
+                if key not in self._graphs:
+                    self._graphs[key] = self._capture(key)
+        self.prepare_contexts(num_drafts)
+
+    def prepare(self, shape: StepShape, draft_len: int) -> bool:
+        """Captures a step that verifies and proposes K drafts, without grammars. False: there is no
+        memory for it."""
+        return self._is_there(GraphKey.of_shape(shape, draft_len))
+
+    def prepare_contexts(self, num_drafts: int, until: float = inf, least_ratio: float = 1) -> None:
+        """Captures passes over prompts, the largest first, for greedy and for sampled batches.
+
+        Args:
+            until: when to stop, by `time.perf_counter`.
+            least_ratio: each pass that is captured has at least this many times the rows of the
+                next smaller one.
+        """
+        least = inf  # of those that are captured
+        for inputs in self.contexts[::-1]:
+            if time.perf_counter() > until:
+                return
+            if least_ratio * inputs.num_tokens > least:
+                continue
+            least = inputs.num_tokens
+            for key in GraphKey.at_start(num_drafts, inputs.num_contexts, inputs.num_tokens):
+                if key not in self._graphs and not self._capture_contexts(inputs, key):
+                    break
+
+    def prepare_missed(self, size: int) -> None:
+        """Captures the pass over rows that the head has missed, where there may be some."""
+        if self.step.state.missed is not None:
+            self._is_there(GraphKey.of_missed(size))
+
+    def ready(self, batch: ScheduledBatch, lengths: list[int]) -> list[int]:
+        """Returns those lengths K for which a step of these generations needs no capture."""
+        bucket = self.bucket(len(batch.generations))
+        if bucket is None:
+            return lengths
+        key = GraphKey.of(StepPlan(batch=batch, num_drafts=0, draft_len=0), batch_size=bucket)
+        keys = {k: key._replace(num_drafts=k, draft_len=k) for k in lengths}
+        return [k for k in lengths if keys[k] in self._graphs or keys[k] in self._lost]
+
+    def is_lost(self, shape: StepShape, draft_len: int) -> bool:
+        """Whether a graph of this shape and draft length found no memory."""
+        if not self._lost:
+            return False
+        sought = *shape, draft_len
+        return any(
+            sought == (key.batch_size, key.all_greedy, key.is_guided, key.draft_len)
+            for key in self._lost
+            if not key.reads_missed
+        )
+
+    @property
+    def capture_cost(self) -> float:
+        """The seconds that a capture takes, going by the latest ones."""
+        return median(self.capture_seconds[-9:]) if self.capture_seconds else SECONDS_OF_CAPTURE
+
+    # -- capture -----------------------------------------------------------------------------------
+    def _is_there(self, key: GraphKey) -> bool:
+        """Captures a graph if need be. False: there is no memory for it, and none may be needed."""
+        if key in self._graphs or key in self._lost:
+            return key in self._graphs
+        try:
+            self._graphs[key] = self._capture(key)
+        except GraphMemoryError as error:
+            # The other ranks would not know.
+            if not self.may_lose_graphs or self.step.target.config.parallel.size > 1:
+                raise
+            if not self._lost:
+                logger.warning("No more draft lengths are captured where memory ends: %s", error)
+            self._lost.add(key)
+            return False
+        return True
+
+    def _capture_contexts(self, inputs: ContextInputs, key: GraphKey) -> bool:
+        """Captures a shape. False: there is no room or no kernel for it, and it was dropped."""
+        inputs.fill([])
+        try:
+            self._graphs[key] = self._capture(key)
+        except ConfigError as error:
+            if self.step.target.config.parallel.size > 1:  # the other ranks would not know
+                raise
+            logger.warning("Prompts of up to %d tokens run eagerly: %s", key.context_tokens, error)
+            self.contexts.remove(inputs)
+            return False
+        return True
 
     def _capture(self, key: GraphKey) -> _Captured:
         """Captures one graph. All its rows are inert, so that warming up changes no request."""
@@ -431,7 +420,7 @@ class CudaGraphs:
             # Once: it compiles and loads what is missing, and measures algorithms.
             num_passes = sum(1 for _ in self._draft_passes(self._run_step(key)))
         torch.cuda.current_stream().wait_stream(self._stream)
-        recorder = _Recorder(self._pool, self._stream)
+        recorder = GraphRecorder(self._pool, self._stream)
         self._host_part = recorder.cut
         try:
             with no_garbage_collection():
@@ -470,103 +459,3 @@ class CudaGraphs:
             if key.num_beside:
                 inputs = inputs.followed_by(self.inputs.step_inputs(key.num_beside, *kind))
         return replace(inputs, num_logprobs=key.num_logprobs, shapes_logits=key.shapes_logits)
-
-    @property
-    def num_graphs(self) -> int:
-        return len(self._graphs)
-
-
-def _launch_parts(parts: list[_Part], host_part: Callable[[Point], None] | None) -> Iterator[None]:
-    """Launches graphs, with the host's part between them. It yields before the host would wait."""
-    for graph, point in parts:
-        graph.replay()
-        if point is not None and host_part is not None:
-            if isinstance(point, DraftPoint):
-                yield
-            host_part(point)
-
-
-def _key_of(plan: StepPlan, batch_size: int, context_tokens: int = 0) -> GraphKey:
-    return GraphKey(
-        batch_size=batch_size,
-        num_drafts=plan.num_drafts,
-        draft_len=plan.draft_len,
-        all_greedy=plan.batch.all_greedy,
-        has_filters=plan.batch.has_filters,
-        context_tokens=context_tokens,
-        num_logprobs=plan.batch.num_logprobs,
-        shapes_logits=plan.batch.shapes_logits,
-        is_guided=plan.batch.is_guided,
-    )
-
-
-def _key_of_contexts(plan: StepPlan, inputs: ContextInputs) -> GraphKey:
-    return _key_of(plan, batch_size=inputs.num_contexts, context_tokens=inputs.num_tokens)
-
-
-def _key_of_shape(shape: StepShape, draft_len: int) -> GraphKey:
-    return GraphKey(shape.size, draft_len, draft_len, shape.all_greedy)
-
-
-def _key_of_missed(batch_size: int) -> GraphKey:
-    return GraphKey(batch_size, 0, 0, reads_missed=True)
-
-
-def _keys_at_start(num_drafts: int, batch_size: int, context_tokens: int = 0) -> list[GraphKey]:
-    """Returns the keys to capture at start: greedy and sampled, without filters."""
-    greedy = GraphKey(batch_size, num_drafts, num_drafts, context_tokens=context_tokens)
-    return [greedy, greedy._replace(all_greedy=False)]
-
-
-class _Recorder:
-    """Captures a function as one graph, or as several where it is cut."""
-
-    def __init__(self, pool: Any, stream: torch.cuda.Stream):
-        self._pool, self._stream = pool, stream
-        self.parts: list[_Part] = []
-        self._open: tuple[torch.cuda.CUDAGraph, torch.cuda.graph] | None = None
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Captures what is launched inside."""
-        self._begin()
-        try:
-            yield
-        except BaseException as error:
-            if self._open is not None:
-                self._open[1].__exit__(type(error), error, error.__traceback__)
-            raise
-        self._end(None)
-
-    def cut(self, point: Point) -> None:
-        """Ends a graph where the host does its part, and begins the next one."""
-        self._end(point)
-        self._begin()
-
-    def _begin(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
-        capture.__enter__()
-        self._open = graph, capture
-
-    def _end(self, point: Point | None) -> None:
-        assert self._open is not None
-        graph, capture = self._open
-        self._open = None
-        capture.__exit__(None, None, None)
-        self.parts.append(_Part(graph, point))
-
-
-def first_rows(outputs: StepOutputs, count: int, rows: int) -> StepOutputs:
-    """Returns the outputs of the first `count` requests, of `rows` logits each, without padding."""
-    hidden, logprobs, drafts = outputs.hidden_states, outputs.logprobs, outputs.drafts
-    num_verified = outputs.num_verified
-    return StepOutputs(
-        new_tokens=outputs.new_tokens[:count],
-        new_tokens_lens=outputs.new_tokens_lens[:count],
-        bad_requests=outputs.bad_requests[:count],
-        hidden_states=None if hidden is None else hidden[:count],
-        logprobs=None if logprobs is None else logprobs.rows(count * rows),
-        drafts=None if drafts is None else drafts[:count],
-        num_verified=None if num_verified is None else num_verified[:count],
-    )
