@@ -17,7 +17,7 @@ from unrolled import F32, load_target
 
 from trtspec import cli
 from trtspec.cli.options import TrainOptions
-from trtspec.cli.train import _train_config
+from trtspec.cli.train_options import train_config
 from trtspec.train.create_head import create_head
 from trtspec.train.new_head import NewHead
 from trtspec.train.run_directory import held
@@ -318,4 +318,4 @@ def test_an_out_that_cannot_be_a_directory_is_refused_first(
 
 def test_steps_stand_in_for_epochs(tmp_path: Path) -> None:
     options = TrainOptions(kind="eagle3", out=tmp_path, epochs=math.inf, max_steps=5)
-    assert _train_config(options, 100, NewHead()).max_steps == 5
+    assert train_config(options, 100, NewHead()).max_steps == 5

@@ -27,6 +27,11 @@ def make_console(stderr: bool = False) -> Console:
     return console
 
 
+def say(text: str) -> None:
+    """Prints a line on stderr."""
+    make_console(stderr=True).print(Text(text), soft_wrap=True)
+
+
 def write_pieces(console: Console, pieces: Iterable[Piece]) -> None:
     """Model text as it comes: highlighted on a terminal, byte for byte otherwise."""
     for text, accepted in pieces:
