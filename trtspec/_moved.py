@@ -36,6 +36,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "checkpoints.heads.config": ("checkpoints.heads.eagle_config",),
     "checkpoints.json_object": ("checkpoints.files",),
     "cli.__main__": ("__main__",),
+    "config.decoding": ("config.base", "config.lookups", "config.networks", "config.modes"),
     "executor.draft_passes": ("executor.device_step",),
     "executor.drafting": ("executor.host_drafts",),
     "executor.mask_token": ("executor.drafters",),

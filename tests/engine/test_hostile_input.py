@@ -31,7 +31,7 @@ from trtspec import (
 )
 from trtspec.api.text_stream import TextStream
 from trtspec.config import DecodingBaseConfig, EngineConfig
-from trtspec.config.decoding import resolve_speculative_config
+from trtspec.config.modes import resolve_speculative_config
 from trtspec.errors import MAX_SHOWN, ConfigError, RequestError, shown
 from trtspec.executor.admission import end_ids
 from trtspec.executor.build import build_executor

@@ -25,7 +25,7 @@ from .fields import (
 if TYPE_CHECKING:
     import torch
 
-    from .decoding import DecodingBaseConfig
+    from .base import DecodingBaseConfig
 
 P = ParamSpec("P")
 
@@ -243,7 +243,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.speculative_config is not None:
-            from .decoding import resolve_speculative_config
+            from .modes import resolve_speculative_config
 
             resolved = resolve_speculative_config(self.speculative_config)
             object.__setattr__(self, "speculative_config", resolved)
