@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from .request import Request, ScheduledBatch
-from .results import LaunchedStep, RequestResult
+from .results import Applied, LaunchedStep
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,7 @@ class StepFacts(NamedTuple):
     ended: float  # time.perf_counter()
     seconds: float
     timed: Sequence[LaunchedStep]  # the steps that `seconds` is the time of
-    results: Sequence[RequestResult]  # of live requests that got tokens
-    counts: Sequence[int]  # how many tokens each got: an output may end inside the accepted ones
+    results: Sequence[Applied]  # of live requests that got tokens
 
 
 class StepObserver(Protocol):
@@ -54,8 +53,7 @@ class Watch:
         self.observer, self.runs_at_launch = observer, runs_at_launch
         self.launched: list[LaunchedStep] = []
         self.read: list[LaunchedStep] = []
-        self.results: list[RequestResult] = []
-        self.counts: list[int] = []
+        self.results: list[Applied] = []
         self.finished: list[Request] = []
         self._began = self._ended = 0.0
         self._is_in_step = False
@@ -80,13 +78,13 @@ class Watch:
         self._ended = now = time.perf_counter()
         timed = self.launched if self.runs_at_launch else self.read
         if self.observer is not None and (self.results or _is_live(timed)):
-            facts = StepFacts(now, now - self._began, timed, self.results, self.counts)
+            facts = StepFacts(now, now - self._began, timed, self.results)
             self._call(self.observer.on_step, facts)
         self.drop_step()
 
     def drop_step(self) -> None:
         """Forgets the step's facts: they are handed over, or an exception ended the step."""
-        self.launched, self.read, self.results, self.counts = [], [], [], []
+        self.launched, self.read, self.results = [], [], []
         self._is_in_step = False
         self.report_finished()
 
@@ -96,9 +94,8 @@ class Watch:
     def add_read(self, step: LaunchedStep) -> None:
         self.read.append(step)
 
-    def add_results(self, results: Sequence[RequestResult], counts: Sequence[int]) -> None:
+    def add_results(self, results: Sequence[Applied]) -> None:
         self.results += results
-        self.counts += counts
 
     def add_finished(self, request: Request) -> None:
         if request not in self.finished:  # an interrupt may have come in between

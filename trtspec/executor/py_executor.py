@@ -37,7 +37,7 @@ from .guided_batch import GuidedBatch
 from .host_drafts import draft_on_host
 from .observer import StepObserver, Watch
 from .request import Request, RequestState, ScheduledBatch, StepPlan, StopCheck
-from .results import LaunchedStep, RequestResult, StepReader
+from .results import Applied, LaunchedStep, RequestResult, StepReader
 from .runner import SizedPart, StepRunner
 from .saving import HiddenStatesSaver
 from .scheduler import Scheduler
@@ -485,29 +485,23 @@ class PyExecutor:
                 request.is_poisoned = True
             if request.state is RequestState.FINISHED and request.num_in_flight == 0:
                 self.scheduler.release_blocks(request)
-        applied: list[RequestResult] = []
-        counts: list[int] = []  # of the tokens that each of these added
+        applied: list[Applied] = []
         try:
-            self._apply_all(results, launched, applied, counts)
+            self._apply_all(results, launched, applied)
         finally:
             is_forced = self.forced_acceptance is not None
-            outcomes = self.statistics.add_results(applied, counts, is_forced=is_forced)
+            outcomes = self.statistics.add_results(applied, is_forced=is_forced)
             self._draft_len.add_outcomes(outcomes, launched.batch)
-            self._watch.add_results(applied, counts)
+            self._watch.add_results(applied)
         if self.saver is not None:
             self.saver.write_full_shard()
         if self._drafts_on_host:
             self._draft_on_host([r for r in launched.batch.requests if r.is_generation])
 
     def _apply_all(
-        self,
-        results: list[RequestResult],
-        launched: LaunchedStep,
-        applied: list[RequestResult],
-        counts: list[int],
+        self, results: list[RequestResult], launched: LaunchedStep, applied: list[Applied]
     ) -> None:
-        """Applies a step's results to their requests. Adds those that bring tokens to `applied`,
-        with how many were added."""
+        """Applies a step's results to their requests. Adds those that bring tokens to `applied`."""
         guided, num_rows = launched.guided, launched.num_drafts + 1
         add_tokens, check = self.book.add_tokens, self.stop_check
         checks = () if check is None else (check,)
@@ -531,8 +525,7 @@ class PyExecutor:
             if result.yields_token:
                 has_strings = request.sampling_params.stop_strings
                 asked = self._stop_checks if has_strings else checks
-                counts.append(add_tokens(result, num_rows, asked, is_end))
-                applied.append(result)
+                applied.append((result, add_tokens(result, num_rows, asked, is_end)))
             elif result.hidden is not None:
                 self.book.save_rows(request, result.hidden)
 

@@ -115,6 +115,10 @@ class RequestResult(NamedTuple):
         return self._replace(tokens=self.tokens[:count], logprobs=logprobs)
 
 
+Applied = tuple[RequestResult, int]
+"""A result, and how many tokens its request got: an output may end inside the accepted ones."""
+
+
 class Outcomes(NamedTuple):
     """What became of the drafts of a step's generations, one entry in each list for each."""
 

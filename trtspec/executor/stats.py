@@ -10,7 +10,7 @@ from ..metadata.mode import SpeculativeDecodingMode
 from ..state.kv_cache import KVCacheManager
 from .dead_drafter import HOTTEST, DeadDrafterWatch
 from .request import ScheduledBatch, StepRecord
-from .results import LaunchedStep, Outcomes, RequestResult
+from .results import Applied, LaunchedStep, Outcomes
 
 
 class Statistics:
@@ -47,19 +47,15 @@ class Statistics:
                 self.queried_tokens += chunk.request.num_context_tokens
                 self.hit_tokens += chunk.start
 
-    def add_results(
-        self, results: Sequence[RequestResult], counts: Sequence[int], *, is_forced: bool
-    ) -> Outcomes:
+    def add_results(self, results: Sequence[Applied], *, is_forced: bool) -> Outcomes:
         """Counts the results of one step. Returns those of its generations.
 
         Args:
-            counts: tokens that were added to each request.
             is_forced: whether acceptance was forced, so that it says nothing of the drafter.
         """
         outcomes = Outcomes([], [], [])
         first_drafts: list[bool] = []  # whether each was accepted
-        # An interrupt may have left one count without its result.
-        for result, num_tokens in zip(results, counts, strict=False):
+        for result, num_tokens in results:
             self.generated_tokens += num_tokens
             if not result.is_generation:
                 continue

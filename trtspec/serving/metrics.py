@@ -189,7 +189,7 @@ class StepMetrics:
         lens = [0] * (self.max_draft_len + 1)
         generated = prompt = drafted = asked = 0
         since, waited = now, 0  # requests in a row mostly share the time of their last token
-        for result, count in zip(facts.results, facts.counts, strict=True):
+        for result, count in facts.results:
             generated += count
             request_id = result.request.request_id
             if result.is_generation:
