@@ -13,7 +13,8 @@ import xgrammar
 from trtspec.serving.errors import ApiError
 from trtspec.serving.forced_calls import tag_of_calls
 from trtspec.serving.protocol import ChatRequest, parse
-from trtspec.serving.tool_calls import (
+from trtspec.serving.tool_calls import Content, ToolCallDelta, ToolCallParser
+from trtspec.serving.tool_formats import (
     ARGUMENT_TAGS,
     DEEPSEEK,
     FUNCTION_TAGS,
@@ -22,10 +23,7 @@ from trtspec.serving.tool_calls import (
     KIMI,
     LLAMA,
     MISTRAL,
-    Content,
     Format,
-    ToolCallDelta,
-    ToolCallParser,
 )
 
 WEATHER = {

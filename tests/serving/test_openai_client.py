@@ -22,7 +22,8 @@ from trtspec.serving import chat
 from trtspec.serving.completions import LogprobsWriter
 from trtspec.serving.reasoning import ReasoningMarkers
 from trtspec.serving.token_names import TokenNames
-from trtspec.serving.tool_calls import HERMES, Content, ToolCallDelta
+from trtspec.serving.tool_calls import Content, ToolCallDelta
+from trtspec.serving.tool_formats import HERMES
 
 MESSAGES: Any = [{"role": "user", "content": "abc 12"}]
 EXTRA = {"ignore_eos": True}

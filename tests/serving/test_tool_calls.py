@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from trtspec.frontend.marked_tokenizer import keep_markers
 from trtspec.serving.chat import ChatEndpoint
-from trtspec.serving.tool_calls import (
+from trtspec.serving.tool_calls import Content, ToolCallDelta, ToolCallParser
+from trtspec.serving.tool_formats import (
     ARGUMENT_TAGS,
     DEEPSEEK,
     FUNCTION_TAGS,
@@ -24,13 +25,10 @@ from trtspec.serving.tool_calls import (
     KIMI,
     LLAMA,
     MISTRAL,
-    Content,
     Format,
-    ToolCallDelta,
-    ToolCallParser,
     format_of,
 )
-from trtspec.serving.tool_formats import deepseek_marker
+from trtspec.serving.tool_syntax import deepseek_marker
 
 FORMATS = (HERMES, FUNCTION_TAGS, ARGUMENT_TAGS, MISTRAL, LLAMA, DEEPSEEK, KIMI, GEMMA)
 CALLS_BEGIN, CALLS_END, BEGIN, END, SEP = map(

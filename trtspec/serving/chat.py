@@ -30,7 +30,8 @@ from .forced_calls import tag_of_calls
 from .protocol import ChatRequest, Message, NamedTool, Tool
 from .reasoning import ReasoningSplitter, split_for, starts_inside
 from .sampling import make_params
-from .tool_calls import Content, Event, Format, ToolCallDelta, ToolCallParser, format_of
+from .tool_calls import Content, Event, ToolCallDelta, ToolCallParser
+from .tool_formats import Format, format_of
 
 
 def conversation_of(messages: list[Message]) -> list[dict[str, Any]]:

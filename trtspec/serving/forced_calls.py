@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from ..guided.schema import find_unenforced
 from .errors import refused
 from .protocol import ChatRequest, Function, NamedTool
-from .tool_calls import Format
-from .tool_formats import deepseek_marker, listed
+from .tool_formats import Format
+from .tool_syntax import deepseek_marker, listed
 
 Json = dict[str, Any]
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
