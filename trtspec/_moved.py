@@ -12,21 +12,17 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
+_TRITON_ATTENTION = (
+    "attention.triton_backend",
+    "attention.triton_generations",
+    "attention.triton_contexts",
+    "attention.online_softmax",
+)
 MOVED: dict[str, tuple[str, ...]] = {
     "acceptance_prompts": ("data.acceptance_prompts",),
-    "attention.paged": (
-        "attention.triton_backend",
-        "attention.triton_generations",
-        "attention.triton_contexts",
-        "attention.online_softmax",
-    ),
+    "attention.paged": _TRITON_ATTENTION,
     "attention.triton_mla": ("attention.mla",),
-    "attention.triton_paged": (
-        "attention.triton_backend",
-        "attention.triton_generations",
-        "attention.triton_contexts",
-        "attention.online_softmax",
-    ),
+    "attention.triton_paged": _TRITON_ATTENTION,
     "attention.triton_parts": ("attention.split_kv", "attention.tiles"),
     "cache": (),
     "cache.blocks": ("state.blocks",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 IGNORED = (
@@ -246,5 +246,10 @@ def _have_type(schema: dict[str, Any], keyword: str) -> bool:
     """Whether all values of "enum" or "const" have the type beside it."""
     values = schema[keyword] if keyword == "enum" else [schema[keyword]]
     types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    allowed = {cls for name in types for cls in _TYPES.get(name, ())}
+    allowed = python_types(types)
     return isinstance(values, list) and all(type(value) in allowed for value in values)
+
+
+def python_types(names: Iterable[str]) -> set[type]:
+    """Returns the types that json reads values of JSON Schema's types as."""
+    return {cls for name in names for cls in _TYPES.get(name, ())}

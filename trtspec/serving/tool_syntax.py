@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..guided.schema import python_types
+
 Tool = Mapping[str, Any]
 
 _NAME = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
@@ -60,20 +62,12 @@ class Tools:
             value = load_json(text)
         except ValueError:
             return text
-        if "string" in kinds and type(value) not in {t for k in kinds for t in _OF_TYPE.get(k, ())}:
+        if "string" in kinds and type(value) not in python_types(kinds - {"string"}):
             return text
         return text if not kinds and isinstance(value, str) else value
 
 
 _EXACT = frozenset({"enum", "const", "pattern", "format"})
-_OF_TYPE: Mapping[str, tuple[type, ...]] = {
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "null": (type(None),),
-    "object": (dict,),
-    "array": (list,),
-}
 
 
 def _types_of(schema: Mapping[str, Any]) -> set[str]:
