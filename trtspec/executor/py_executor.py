@@ -309,20 +309,10 @@ class PyExecutor:
         self.statistics.add_prefixes(batch)
         self._watch.started(batch)
         has_work = bool(batch or self._pending)  # else it has waited for a grammar
-        split, is_in_flight = self.runner.split_for_graphs(batch), bool(self._pending)
-        parts = [SizedPart(part, self._draft_len.of(batch, part)) for part in split]
-        parts = self.runner.join_for_graphs(parts)
-        launched: list[LaunchedStep] = []
-        read: list[LaunchedStep] = []
-        for part, draft_len in parts:
-            if part.generations:
-                self._draft_len.last = draft_len
-            self._pending.append(self._launch(part, draft_len))
-            launched.append(self._pending[-1])
+        is_in_flight = bool(self._pending)
+        launched = self._launch_all(batch)
         launched_at = time.perf_counter()
-        keep_in_flight = len(parts) if self.overlap else 0
-        while len(self._pending) > keep_in_flight:
-            read.append(self._read_oldest())
+        read = self._read_until(num_in_flight=len(launched) if self.overlap else 0)
         self.book.flush_when_idle()
         if self.worker.remembers_texts and (texts := self.book.ended_texts()):
             self.runner.remember(texts)
@@ -359,8 +349,7 @@ class PyExecutor:
                 self._draft_len.limit = scheduler.most_drafts
                 return batch
             if self._pending:  # read first: that may free blocks, and adds the victims' tokens
-                while self._pending:
-                    self._read_oldest()
+                self._read_until(num_in_flight=0)
                 continue
             for victim in victims:
                 self.statistics.num_preemptions += 1
@@ -390,6 +379,18 @@ class PyExecutor:
         return self._draft_len.last
 
     # -- run -----------------------------------------------------------------------------------
+    def _launch_all(self, batch: ScheduledBatch) -> list[LaunchedStep]:
+        """Launches a batch, in several steps where graphs ask for that."""
+        split = self.runner.split_for_graphs(batch)
+        parts = [SizedPart(part, self._draft_len.of(batch, part)) for part in split]
+        launched = []
+        for part, draft_len in self.runner.join_for_graphs(parts):
+            if part.generations:
+                self._draft_len.last = draft_len
+            self._pending.append(self._launch(part, draft_len))
+            launched.append(self._pending[-1])
+        return launched
+
     def _launch(self, batch: ScheduledBatch, draft_len: int) -> LaunchedStep:
         """Launches one step, which proposes `draft_len` drafts, and starts to copy its results."""
         exactly = draft_len if self._draft_len.is_exact else None
@@ -467,11 +468,14 @@ class PyExecutor:
         )
 
     # -- read ----------------------------------------------------------------------------------
-    def _read_oldest(self) -> LaunchedStep:
-        launched = self._pending[0]
-        self._read(launched)
-        self._pending.popleft()  # last: until then `_start_over` knows of it
-        return launched
+    def _read_until(self, num_in_flight: int) -> list[LaunchedStep]:
+        """Reads steps, the oldest first, until that many are in flight. Returns them."""
+        read = []
+        while len(self._pending) > num_in_flight:
+            read.append(self._pending[0])
+            self._read(read[-1])
+            self._pending.popleft()  # last: until then `_start_over` knows of it
+        return read
 
     def _read(self, launched: LaunchedStep) -> None:
         with self.runner.waiting():
