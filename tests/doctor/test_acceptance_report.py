@@ -8,6 +8,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +52,7 @@ from trtspec.report import (
 )
 from trtspec.report.contexts import pad_prompt, padding_texts
 from trtspec.report.html import interval_text, render_html
-from trtspec.report.measure import fading
+from trtspec.report.measure import dead, fading
 from trtspec.report.plots import draw_plots, require_matplotlib
 from trtspec.report.statistics import Acceptance, Estimate, Group, bucket_name
 
@@ -404,6 +405,27 @@ def test_a_dead_head_is_told_of(folder: Path, constant: Path) -> None:
     report = measure_acceptance(llm, PROMPTS, max_tokens=24, encode=encode)
     assert report.warning is not None
     assert "looks dead" in report.warning and "trtspec doctor --target" in report.warning
+
+
+def test_a_hot_target_does_not_make_a_head_dead() -> None:
+    def group(temperature: float, accepted: int) -> Group:
+        counts = (200,), (200,), (accepted,)
+        return Group(
+            "all", temperature, Acceptance(8, 200, 200, *counts, Estimate(1, 1, 1), (), ())
+        )
+
+    assert dead([group(5.0, 0)]) is None and dead([group(1.0, 4), group(5.0, 0)]) is None
+    said = dead([group(5.0, 0), group(0.5, 3)])
+    assert said is not None and "of 200 first drafts 3 were accepted (1.5%)" in said
+
+
+def test_steps_without_a_draft_are_told_of(folder: Path, constant: Path) -> None:
+    config = replace(eagle(eagle3_dir(folder, draft_vocab=None)), max_concurrency=1)
+    llm = build(constant, config, max_seq_len=256)
+    report = measure_acceptance(llm, PROMPTS, max_tokens=24, encode=encode)
+    found = report.overall[0].acceptance
+    assert report.warning is not None and "no draft was verified" in report.warning
+    assert f"in {found.num_steps - found.proposed[0]} of {found.num_steps} steps" in report.warning
 
 
 def test_a_head_that_fades_behind_long_texts_is_told_of() -> None:

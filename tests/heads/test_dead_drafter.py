@@ -102,7 +102,7 @@ def test_the_executor_tells_of_a_dead_head_and_of_nothing_else(
         assert not any(DEAD in text for text in caplog.messages)
 
 
-def test_steps_that_were_asked_for_no_draft_or_are_hot_do_not_count(tmp_path: Path) -> None:
+def test_steps_without_drafts_or_with_another_will_do_not_count(tmp_path: Path) -> None:
     target = constant_target_dir(tmp_path)
     config = EagleDecodingConfig(
         max_draft_len=2, speculative_model=eagle3_dir(tmp_path, seed=3),
@@ -117,5 +117,7 @@ def test_steps_that_were_asked_for_no_draft_or_are_hot_do_not_count(tmp_path: Pa
     llm.executor.runtime_draft_len = 2
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=60, ignore_eos=True, temperature=1.5))
     assert watch._proposed == 0, "a hot target's choice is close to uniform"
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=60, ignore_eos=True, logit_bias={9: 100}))
+    assert watch._proposed == 0, "the bias chooses, and no drafter knows of it"
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=60, ignore_eos=True, temperature=1.0))
     assert watch._proposed > 0

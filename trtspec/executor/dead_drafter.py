@@ -37,7 +37,8 @@ class DeadDrafterWatch:
         return cls() if mode.drafts_with_network() else None
 
     def see(self, accepted: Sequence[bool]) -> None:
-        """Counts first drafts that a step verified, of requests no hotter than `HOTTEST`."""
+        """Counts first drafts that a step verified, of requests no hotter than `HOTTEST` and
+        without a `logit_bias`."""
         if self.has_warned:
             return
         self._proposed += len(accepted)

@@ -74,7 +74,9 @@ class Statistics:
                 proposed = max(result.num_proposed, accepted)
                 record = StepRecord(kv_len=kv_len, proposed=proposed, accepted=accepted)
                 request.steps.append(record)
-            if num_asked and request.sampling_params.temperature <= HOTTEST:
+            params = request.sampling_params
+            # A bias, which drafters do not read, may choose the tokens.
+            if num_asked and params.temperature <= HOTTEST and not params.logit_bias_items:
                 first_drafts.append(accepted > 0)
         self.accepted_lens.update(outcomes.num_accepted)
         if self.dead_drafter_watch is not None and not is_forced:

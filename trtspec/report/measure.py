@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..data.acceptance_prompts import AcceptancePrompt, load_prompts
 from ..errors import ConfigError
-from ..executor.dead_drafter import DOCTOR, is_dead
+from ..executor.dead_drafter import DOCTOR, HOTTEST, is_dead
 from ..models.drafters.base import HeadConfig
 from .advice import Advice
 from .collect import Encode, Progress, Sample, collect_samples
@@ -144,7 +144,7 @@ def _report(llm: LLM, settings: dict[str, Any], samples: Sequence[Sample]) -> Ac
     ]
     warning = None
     if llm.mode.drafts_with_network() and not settings["forced_acceptance"]:
-        warning = _warning(overall[0])
+        warning = dead(overall) or _undrafted(overall[0])
         if warning is None and _may_take_window(llm):
             warning = fading(by_context, temperatures[0])
     return AcceptanceReport(
@@ -162,13 +162,32 @@ def _steps(
     ]
 
 
-def _warning(overall: Group) -> str | None:
-    proposed, accepted = overall.acceptance.proposed[0], overall.acceptance.accepted[0]
-    if proposed < MIN_TO_JUDGE or not is_dead(proposed, accepted):
+def dead(overall: Sequence[Group]) -> str | None:
+    """Returns what to say if hardly any first draft was accepted at a temperature.
+
+    At a high one the target's choice is nearly uniform: it rejects the best drafter's drafts.
+    """
+    for group in overall:
+        proposed, accepted = group.acceptance.proposed[0], group.acceptance.accepted[0]
+        if group.temperature > HOTTEST or proposed < MIN_TO_JUDGE:
+            continue
+        if is_dead(proposed, accepted):
+            return (
+                f"of {proposed} first drafts {accepted} were accepted ({accepted / proposed:.1%}): "
+                f"the drafter looks dead. To find out why: {DOCTOR}"
+            )
+    return None
+
+
+def _undrafted(overall: Group) -> str | None:
+    """Says so if most steps verified no draft: their one token is not the drafter's fault."""
+    steps, proposed = overall.acceptance.num_steps, overall.acceptance.proposed[0]
+    if 2 * proposed >= steps:
         return None
     return (
-        f"of {proposed} first drafts {accepted} were accepted ({accepted / proposed:.1%}): the "
-        f"drafter looks dead. To find out why: {DOCTOR}"
+        f"in {steps - proposed} of {steps} steps no draft was verified, and each counts as one "
+        "token. A step's size decides that (max_concurrency, draft_len_schedule, "
+        "max_verified_drafts): measure with a smaller max_batch_size, or without these."
     )
 
 
