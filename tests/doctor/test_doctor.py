@@ -1,4 +1,4 @@
-"""A trained head, sabotaged in twelve ways: the doctor names each, and is silent on a good one."""
+"""Trained heads, each sabotaged in many ways: the doctor names each, and is silent on good ones."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from trtspec.train.records import Sequences
 from trtspec.train.trainer import Trainer
 
 Tensors = dict[str, Tensor]
+HIDDEN = 48
 Change = Callable[[dict[str, Any], Tensors], None]
 DRAFTED = torch.arange(0, VOCAB - 8)
 
@@ -128,7 +129,58 @@ def _rows_of_halves_twice(raw: dict[str, Any], tensors: Tensors) -> None:
             tensors[name] = pairs.transpose(1, 2).flatten(0, 2)
 
 
+def _places(one: str, other: str) -> Change:
+    def change(raw: dict[str, Any], tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith(f"{one}.weight")]:
+            twin = name.replace(one, other)
+            tensors[name], tensors[twin] = tensors[twin], tensors[name]
+
+    return change
+
+
+def _transposed(*names: str) -> Change:
+    def change(raw: dict[str, Any], tensors: Tensors) -> None:
+        for name, weight in tensors.items():
+            if name.endswith(tuple(f"{part}.weight" for part in names)):
+                tensors[name] = weight.T
+
+    return change
+
+
+def _noise(*names: str, shape: tuple[int, ...] | None = None) -> Change:
+    """As an exporter leaves tensors that it makes and does not fill."""
+
+    def change(raw: dict[str, Any], tensors: Tensors) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for part in names:
+            found = [name for name in tensors if name.endswith(part)] or [part]
+            for name in found:
+                size = tensors[name].shape if name in tensors else shape
+                assert size is not None
+                tensors[name] = 0.5 * torch.randn(size, generator=generator)
+
+    return change
+
+
+def _fields(**fields: Any) -> Change:
+    return lambda raw, tensors: raw.update(fields)
+
+
+def _heads_of_half_the_size(raw: dict[str, Any], tensors: Tensors) -> None:
+    for name, factor in (("num_attention_heads", 2), ("num_key_value_heads", 2)):
+        raw[name] *= factor
+    raw["head_dim"] //= 2
+
+
 EAGLE3 = {
+    "gate_proj and up_proj are in each other's place": _places("gate_proj", "up_proj"),
+    "k_proj and v_proj are in each other's place": _places("k_proj", "v_proj"),
+    "embed_tokens has wrong weights: with the target's": _noise(
+        "embed_tokens.weight", shape=(VOCAB + 1, HIDDEN)
+    ),
+    "lm_head has wrong weights: with the target's": _noise("lm_head.weight"),
+    "rms_norm_eps should be the target's": _fields(rms_norm_eps=0.9),
+    "head_dim should be the target's": _heads_of_half_the_size,
     "captured one too early": _layers(0, 2, 3),
     "captured one too late": _layers(2, 4, 5),
     "reverse order": _layers(*reversed(CAPTURED)),
@@ -173,6 +225,58 @@ def test_a_good_head(eagle3: Case, mtp: Case) -> None:
         assert diagnosis.verdict.startswith("Nothing is wrong"), diagnosis.verdict
         assert not diagnosis.changes and diagnosis.as_loaded is not None
         assert diagnosis.as_loaded.conditional[0] > 0.5
+
+
+def _scaled_down_proj(factor: float) -> Change:
+    def change(raw: dict[str, Any], tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("down_proj.weight")]:
+            tensors[name] = tensors[name] * factor
+
+    return change
+
+
+def test_a_part_that_does_harm(eagle3: Case, tmp_path: Path) -> None:
+    head = eagle3.sabotaged(tmp_path, _noise("down_proj.weight"))
+    verdict = diagnose(eagle3.target, head, "eagle", eagle3.texts).verdict
+    assert verdict.startswith("the MLP has wrong weights: drafts are better without it"), verdict
+
+
+def _lose_final_norm(raw: dict[str, Any], tensors: Tensors) -> None:
+    tensors["norm.weight"] = torch.ones_like(tensors["norm.weight"])
+
+
+def test_tensors_that_were_never_filled(eagle3: Case, tmp_path: Path) -> None:
+    head = eagle3.sabotaged(tmp_path, _scaled_down_proj(0))
+    diagnosis = diagnose(eagle3.target, head, "eagle", eagle3.texts)
+    said = " ".join([diagnosis.verdict, *diagnosis.remarks])
+    assert "down_proj.weight is zero everywhere" in said
+    lost = eagle3.sabotaged(tmp_path / "norm", _lose_final_norm)
+    diagnosis = diagnose(eagle3.target, lost, "eagle", eagle3.texts)
+    said = " ".join([diagnosis.verdict, *diagnosis.remarks])
+    assert "norm.weight has one value everywhere" in said
+
+
+def test_values_that_overflow(eagle3: Case, tmp_path: Path) -> None:
+    head = eagle3.sabotaged(tmp_path, _scaled_down_proj(1e38))
+    diagnosis = diagnose(eagle3.target, head, "eagle", eagle3.texts)
+    assert "The drafter's values are NaN or infinite in float32" in diagnosis.verdict
+    assert not diagnosis.is_well and not diagnosis.tried
+
+
+def test_a_draft_vocabulary_of_other_tokens(eagle3: Case, tmp_path: Path) -> None:
+    written, counts = eagle3.texts.input_ids[eagle3.texts.loss_mask].unique(return_counts=True)
+    common = written[counts.argsort(descending=True)[: len(written) // 2]]
+
+    def drop(raw: dict[str, Any], tensors: Tensors) -> None:
+        ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        kept = ~torch.isin(ids, common)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][kept]
+        tensors["d2t"] = ids[kept] - torch.arange(int(kept.sum()))
+        tensors.pop("t2d")
+        raw["draft_vocab_size"] = int(kept.sum())
+
+    diagnosis = diagnose(eagle3.target, eagle3.sabotaged(tmp_path, drop), "eagle", eagle3.texts)
+    assert "The draft vocabulary is too small for these texts" in diagnosis.verdict
 
 
 def test_two_mistakes_at_once(eagle3: Case, tmp_path: Path) -> None:

@@ -16,16 +16,30 @@ from tiny_dflash import dflash_dir
 from tiny_heads import MASK_TOKEN, eagle1_dir, eagle3_dir
 from tiny_trained import load_target
 from torch import nn
+from unrolled import padded_texts
 
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.doctor import _compare_with_training
 from trtspec.doctor.captures import capture_trials
 from trtspec.doctor.diagnosis import Diagnosis, Finding, _ordinal
-from trtspec.doctor.exam import Exam, Outcome, best_explanation, examine, likely_explanation
+from trtspec.doctor.exam import (
+    Exam,
+    HeadExam,
+    Outcome,
+    best_explanation,
+    examine,
+    likely_explanation,
+)
 from trtspec.doctor.heads import Patient, notes_on
 from trtspec.doctor.masks import special_tokens, without_twins
-from trtspec.doctor.trials import Setting, Trial, vocabulary_trials, window_trials
+from trtspec.doctor.trials import (
+    Setting,
+    Trial,
+    rope_trials,
+    vocabulary_trials,
+    window_trials,
+)
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.base import DraftHead
 from trtspec.train.evaluation import Evaluation
@@ -145,6 +159,44 @@ def test_what_a_draft_model_is_told() -> None:
     assert found.is_well and "train" not in found.verdict, found.verdict
 
 
+def test_what_explains_bad_acceptance_is_told_beside_the_question() -> None:
+    dead = _diagnosis(3, 0, 0, suspicion="fc.weight is zero.", made_for="a/target").verdict
+    assert "hardly ever. fc.weight is zero. Is this the target that the head is for?" in dead
+    assert "(Its config.json names a/target.) If so, copy the head again" in dead
+
+
+def test_a_draft_vocabulary_without_the_texts_tokens() -> None:
+    """Told where it costs at least half of the drafts that are lost."""
+    found = _diagnosis(350, 250, 200, coverage=(400, 1000))
+    assert not found.is_well and "it holds 0.40 of the tokens that the target" in found.verdict
+    for right, held in ((350, 900), (100, 700), (850, 1000)):
+        other = _diagnosis(right, 80, 60, coverage=(held, 1000))
+        assert "vocabulary" not in other.verdict, (right, held)
+        assert any("0.70 of the tokens" in note for note in other.remarks) is (held == 700)
+    as_trained = _diagnosis(350, 250, 200, coverage=(400, 1000), trained=[0.35, 0.7, 0.8])
+    assert as_trained.is_well and any("vocabulary" in note for note in as_trained.remarks)
+
+
+def test_values_that_are_not_finite_are_told_before_all_else() -> None:
+    change = Finding("a change", "", Evaluation([900], [1000]))
+    found = _diagnosis(3, 0, 0, overflow="NaN.", changes=[change], reads_masks=True)
+    assert found.verdict == "NaN." and not found.is_well
+
+
+def test_acceptance_differs_between_texts() -> None:
+    """Of ten texts two are hard: 0.60 may be chance where training had 0.75."""
+    texts = torch.arange(PLACES) % 10
+    accepted = torch.where(texts < 2, 0.0, (torch.arange(PLACES) // 10 % 4 < 3).double())
+    outcome = Outcome(Evaluation([int(accepted.sum())], [PLACES]), accepted, texts)
+    outcome.set_errors()
+    rates = torch.tensor([0.0] * 2 + [0.75] * 8)
+    assert outcome.result.errors == pytest.approx([float(rates.std()) / 10**0.5])
+    assert outcome.result.conditional == [pytest.approx(0.6)]
+    assert Diagnosis(as_loaded=outcome.result, trained=[0.75]).is_well
+    outcome.result.errors.clear()
+    assert not Diagnosis(as_loaded=outcome.result, trained=[0.75]).is_well
+
+
 # -- special tokens ----------------------------------------------------------------------------
 def test_no_special_token_is_lost_to_its_name() -> None:
     raw = {
@@ -185,6 +237,9 @@ class _Exam(Exam):
 
     def scores(self, setting: Setting) -> list[StepScore]:
         raise AssertionError
+
+    def read_states(self) -> torch.Tensor:
+        return torch.zeros(1)
 
     def evaluate(self, trial: Trial | None) -> Outcome:
         names = [*self.made, *([] if trial is None else [trial.name])]
@@ -267,6 +322,52 @@ def test_pairs_are_told_and_are_the_last_change() -> None:
     assert pair in names and not any(name.startswith("with") for name in names)
 
 
+def test_a_head_without_its_targets_scaling_is_tried(tmp_path: Path) -> None:
+    scaled = {"rope_type": "linear", "factor": 8.0, "rope_theta": 300_000.0}
+    target = load_target(tiny_model_dir(tmp_path, num_hidden_layers=8, rope_parameters=scaled))
+    head = _load(eagle3_dir(tmp_path), target)
+    names = {now["rope_type"]: _names_of_ropes(head, target, now) for now in (scaled, PLAIN)}
+    assert (
+        names["linear"][0] == "RoPE should not be scaled" and "the target's" in names["default"][0]
+    )
+    assert not any("not be scaled" in name for name in names["default"])
+    assert all(len(set(found)) == len(found) for found in names.values())
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 300_000.0}
+
+
+def _names_of_ropes(head: DraftHead, target: Decoder, now: dict[str, Any]) -> list[str]:
+    decoder = replace(head.config.decoder, rope_parameters=now)
+    head.config = replace(head.config, decoder=decoder)
+    return [trial.name for trial in rope_trials(head, target.config)]
+
+
+def test_the_last_layers_state_with_the_targets_final_norm(tmp_path: Path) -> None:
+    """And the final state without it."""
+    target = load_target(tiny_model_dir(tmp_path, num_hidden_layers=8))
+    texts, size = padded_texts([[24], [20, 4]], 24), target.config.hidden_size
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 7]}}
+    reads_last = _load(eagle3_dir(tmp_path, captured=2, config=layers), target)
+    of_last = HeadExam(target, reads_last, texts, None, {})
+    of_final = HeadExam(target, _load(eagle1_dir(tmp_path), target), texts, None, {})
+    sets = [
+        t.sets
+        for exam in (of_last, of_final)
+        for t in exam.trials()
+        if "target's final norm" in t.name or "its final norm" in t.name
+    ]
+    assert sets == [{"norms_last": True}, {"before_norm": True}]
+    now, other = of_last._hidden(Setting()), of_last._hidden(Setting(norms_last=True))
+    before, after = of_final._hidden(Setting(before_norm=True)), of_final._hidden(Setting())
+    torch.testing.assert_close(now[:, size:], before)
+    torch.testing.assert_close(other[:, size:], after)
+    torch.testing.assert_close(other[:, :size], now[:, :size])
+    reads_others = _load(eagle3_dir(tmp_path, config={}), target)
+    names = [trial.name for trial in HeadExam(target, reads_others, texts, None, {}).trials()]
+    assert not any("target's final norm" in name for name in names)
+
+
 # -- notes -------------------------------------------------------------------------------------
 def test_two_swapped_layers_of_many_are_tried() -> None:
     trials = capture_trials((1, 2, 3, 27, 14), 30, "target_layer_ids", None)
@@ -318,7 +419,7 @@ def test_what_is_not_tried_is_noted(tmp_path: Path) -> None:
         if head.config.kind == "dflash":
             head.config = replace(head.config, layers_to_capture=(0, 2, 4, 6))
         notes.append(" ".join(notes_on(Patient(head, target.config, None, 1.0, {}, head))))
-    assert "Of an EAGLE-1 head only RoPE" in notes[0] and "fc_norm" not in notes[0]
+    assert "fc_norm" not in notes[0]
     assert "norm_before_fc and fc_norm are not tried" in notes[1]
     for note in notes[1:]:
         assert "orders of its 4 captured layers only the reverse and those with two" in note

@@ -8,7 +8,7 @@ when it was trained, it is simply weak.
     diagnosis.py   findings, and the verdict in words
     trials.py      a setting to try; those of every head
     heads.py       those of each kind of head; masks.py of masked heads, blocks.py of block heads
-    queries.py     those of what makes queries and keys
+    queries.py     those of what makes queries and keys; weights.py of tensors in general
     exam.py        the target's states and a head along them; the search
     draft_model.py draft models
 """
@@ -44,6 +44,7 @@ from .exam import NUM_STEPS, HeadExam, examine
 from .heads import defect_of, notes_on, suspicion_of
 from .masks import special_tokens, without_twins
 from .texts import texts_of
+from .weights import untrained_tensors
 
 __all__ = [
     "NUM_STEPS",
@@ -100,9 +101,10 @@ def diagnose(
     diagnosis = Diagnosis()
     with ExitStack() as stack:
         report = read_head(head_dir, target.config, stack, HeadRequest(kind=kind))
-    diagnosis.problems = report.problems
-    if report.problems:
-        return diagnosis
+        diagnosis.problems = report.problems
+        if report.problems:
+            return diagnosis
+        untrained = untrained_tensors(report.tensors)
     assert report.kind is not None
     num_mtp_layers = report.require().num_mtp_layers
     used = max(1, min(num_mtp_layers, NUM_STEPS))
@@ -114,6 +116,7 @@ def diagnose(
     )
     raw = read_json_object(head_dir / "config.json", "Point to the head's directory.")
     _compare_with_training(diagnosis, raw.get("training"))
+    diagnosis.made_for = _target_named_in(raw)
     tokens = _tokens_for_mask(diagnosis, head.config.mask_token_id, raw, head, target, tokenizer)
     exam = HeadExam(target, head, sequences, report.mask_hidden, tokens)
     diagnosis.notes += notes_on(exam.patient)
@@ -121,7 +124,8 @@ def diagnose(
         diagnosis.notes.append(
             f"Of its {num_mtp_layers} MTP layers the first {NUM_STEPS} were examined."
         )
-    diagnosis.suspicion = suspicion_of(exam.patient)
+    suspicions = [text for text in (untrained, suspicion_of(exam.patient)) if text is not None]
+    diagnosis.suspicion = " ".join(suspicions) or None
     diagnosis.defect = defect_of(exam.patient, diagnosis.trained)
     examine(exam, diagnosis, tell)
     diagnosis.notes += exam.notes()
@@ -220,6 +224,18 @@ def _tokens_for_mask(
     tokens, left_out = special_tokens(raw, len(embedding), target.config, tokenizer)
     diagnosis.notes += left_out
     return without_twins(tokens, mask, embedding)
+
+
+def _target_named_in(raw: Mapping[str, Any]) -> str | None:
+    """The target that a head's config.json says it is for: `trtspec train` and the speculators
+    package write it."""
+    training, speculators = raw.get("training"), raw.get("speculators_config")
+    verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
+    for fields, key in ((training, "target"), (verifier, "name_or_path")):
+        name = fields.get(key) if isinstance(fields, dict) else None
+        if isinstance(name, str) and name:
+            return name
+    return None
 
 
 def _compare_with_training(diagnosis: Diagnosis, notes: Any) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..checkpoints.heads.dflash_config import default_target_layers
-from ..layers.norm import RMSNorm
 from ..models.config import DecoderConfig
 from ..models.decoder import Attention
 from ..models.drafters.base import DraftHead
@@ -159,22 +158,12 @@ def _scales(head: DFlashHead, target: DecoderConfig) -> list[Trial]:
     def scale_embedding(head: DFlashHead) -> None:
         head.embedding_scale = other
 
-    def shift_norms(head: DFlashHead) -> None:
-        for module in head.modules():
-            if isinstance(module, RMSNorm):
-                module.weight.data = module.weight.data + 1
-
     of_embedding = Trial(
         f"the target's embedding should {'not ' if is_scaled else ''}be scaled",
         f'"input_embedding_scale": {other:.6g} in config.json, now {head.embedding_scale or 1:.6g}',
         scale_embedding,
     )
-    of_norms = Trial(
-        "norms are written around 0",
-        f"add 1 to the weights of its norms: in {head.config.format} they are as they are",
-        shift_norms,
-    )
-    return [of_embedding, of_norms] if head.shares_embedding else [of_norms]
+    return [of_embedding] if head.shares_embedding else []
 
 
 def _positions() -> list[Trial]:

@@ -23,7 +23,17 @@ LOST_AT_MASKS = 0.5
 wrong with the masks: the first draft reads none."""
 LEAST_BEFORE_MASKS = 0.1
 """The masks are blamed only if the first draft is accepted so often."""
+MUCH_OUT_OF_VOCABULARY = 0.15
+"""The share of the target's tokens out of the draft vocabulary that a verdict may name."""
+WELL_COVERED = 0.9
+"""A draft vocabulary that holds less of the target's tokens is remarked upon."""
 _ORDINALS = "first", "second", "third"
+
+
+def _upper_bound_of(right: int, judged: int) -> float:
+    """Returns an upper confidence bound of a share."""
+    likely = (right + 1) / (judged + 2)  # also 0 of n has an error
+    return right / max(1, judged) + CERTAIN * math.sqrt(likely * (1 - likely) / (judged + 2))
 
 
 def _ordinal(index: int) -> str:
@@ -61,6 +71,9 @@ class Diagnosis:
     notes: list[str] = field(default_factory=list)  # what was not examined
     suspicion: str | None = None  # what is seen to be wrong and cannot be undone
     defect: str | None = None  # what is certainly wrong, and cannot be undone
+    overflow: str | None = None  # whose values are not finite; then nothing is tried
+    coverage: tuple[int, int] | None = None  # of the target's tokens: in the draft vocabulary, all
+    made_for: str | None = None  # the target that the drafter's config.json names
     drafter: str = "head"  # or "draft model"
     reads_masks: bool = False
     num_texts: int = FEWEST_TEXTS
@@ -79,6 +92,8 @@ class Diagnosis:
     def remarks(self) -> list[str]:
         """Returns remarks beside the verdict."""
         found = [text for text in (self.suspicion, self.defect) if text is not None]
+        if self.coverage is not None and self.coverage[0] < WELL_COVERED * self.coverage[1]:
+            found.append(f"Of the draft vocabulary: {self._share_drafted()}.")
         return [*self.notes, *(text for text in found if text not in self.verdict)]
 
     @property
@@ -99,8 +114,12 @@ class Diagnosis:
                 f"{self.num_texts}, {FEWEST_JUDGED} of {FEWEST_TEXTS} are the least. Give more "
                 "prompts, or more tokens of each."
             ), False
+        if self.overflow is not None:
+            return self.overflow, False
         if self.changes:
             return self._what_changes(), False
+        if self._is_out_of_vocabulary():
+            return self._what_vocabulary_costs(), False
         if self._fails_at_masks():
             return self._what_fails_at_masks(), False
         if self.defect is not None:
@@ -188,9 +207,32 @@ class Diagnosis:
 
     def _upper_bound(self, index: int, result: Evaluation) -> float:
         """Returns an upper confidence bound of a draft's conditional acceptance."""
-        right, judged = result.right[index], result.judged[index]
-        likely = (right + 1) / (judged + 2)  # also 0 of n has an error
-        return result.conditional[index] + CERTAIN * math.sqrt(likely * (1 - likely) / (judged + 2))
+        most = _upper_bound_of(result.right[index], result.judged[index])
+        if result.errors:  # positions of one text are alike
+            most = max(most, result.conditional[index] + CERTAIN * result.errors[index])
+        return most
+
+    def _is_out_of_vocabulary(self) -> bool:
+        """Whether the draft vocabulary alone explains half of the first drafts that are lost."""
+        if self.coverage is None or self._is_as_trained():
+            return False
+        assert self.as_loaded is not None
+        missing, lost = 1 - _upper_bound_of(*self.coverage), 1 - self.as_loaded.conditional[0]
+        return missing >= MUCH_OUT_OF_VOCABULARY and missing >= lost / 2
+
+    def _what_vocabulary_costs(self) -> str:
+        assert self.coverage is not None and self.as_loaded is not None
+        return (
+            f"The draft vocabulary is too small for these texts: {self._share_drafted()}, and the "
+            f"first draft is accepted {self.as_loaded.conditional[0]:.2f} of the time. If the head "
+            "is for such texts, d2t is another head's: copy d2t and t2d again. Else use a head "
+            "whose vocabulary holds them."
+        )
+
+    def _share_drafted(self) -> str:
+        assert self.coverage is not None
+        held, written = self.coverage
+        return f"it holds {held / max(1, written):.2f} of the tokens that the target wrote"
 
     def _fails_at_masks(self) -> bool:
         result = self.as_loaded
@@ -216,6 +258,13 @@ class Diagnosis:
             f"{first:.2f} of the time, and after a right one the second {second:.2f}. {why}"
         )
 
+    def _what_to_ask(self, question: str) -> str:
+        """What may be behind bad acceptance that nothing explains."""
+        suspicion = "" if self.suspicion is None else f"{self.suspicion} "
+        named = "" if self.made_for is None else f" (Its config.json names {self.made_for}.)"
+        copy = f"If so, copy the {self.drafter} again from its source."
+        return f"{suspicion}{question}{named} {copy}"
+
     def _nothing_found(self) -> tuple[str, bool]:
         result, trained = self.as_loaded, self.trained or []
         assert result is not None
@@ -227,17 +276,17 @@ class Diagnosis:
             ), False
         if is_dead(result.judged[0], result.right[0]):
             return (
-                f"No known mistake explains it: {first}, hardly ever. Is this the target that the "
-                f"{self.drafter} is for? If so, copy the {self.drafter} again from its source."
+                f"No known mistake explains it: {first}, hardly ever. "
+                f"{self._what_to_ask(f'Is this the target that the {self.drafter} is for?')}"
             ), False
         index = self._short_of_training(result)
         if index is not None:
             after = ", after right ones" if index else ""
+            question = "Is this the target that it was trained for, and text of that kind?"
             return (
                 f"No known mistake explains it: the {_ordinal(index)} draft is accepted "
                 f"{result.conditional[index]:.2f} of the time{after}, when it was trained it "
-                f"was {trained[index]:.2f}. Is this the target that it was trained for, and text "
-                f"of that kind? If so, copy the {self.drafter} again from its source."
+                f"was {trained[index]:.2f}. {self._what_to_ask(question)}"
             ), False
         index = self._short_of_training(result, with_certainty=False)
         if index is not None:

@@ -66,8 +66,14 @@ class DraftModelExam(Exam):
 
     def scores(self, setting: Setting) -> list[StepScore]:
         model: Any = self.model
-        steps = unroll_model(self.model, self.sequences, self.num_steps)
-        return [score(model, step, self.teacher, with_loss=False) for step in steps]
+        found = []
+        for step in unroll_model(self.model, self.sequences, self.num_steps):
+            self.see(step)
+            found.append(score(model, step, self.teacher, with_loss=False))
+        return found
+
+    def read_states(self) -> Tensor:
+        return self.teacher.hidden
 
 
 def unroll_model(drafter: DraftModel, sequences: Sequences, num_steps: int) -> Iterator[DraftStep]:

@@ -23,6 +23,7 @@ from ..train.unroll import teach, unroll
 from .diagnosis import CERTAIN, Diagnosis, Finding
 from .heads import Patient, trials_of
 from .trials import Setting, Trial, pairs
+from .weights import Ends
 
 NUM_STEPS = 3
 LEAST_GAIN, LEAST_GAIN_OF_USUAL = 0.10, 0.03
@@ -44,6 +45,11 @@ _CHANGEABLE = (
     "window",
     "q_norm",
     "k_norm",
+    "eps",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "scale",
 )
 """Attributes that a trial may change, of any module of a drafter, besides its weights."""
 
@@ -62,11 +68,26 @@ class Outcome:
         The error is that of sums by sequence, since the positions of one are alike.
         """
         gain = self.accepted - other.accepted
-        mean, num_texts = gain.mean(), int(self.sequences.max()) + 1
+        mean = gain.mean()
+        return float(mean), self._error_of_sum(gain - mean) / len(gain)
+
+    def set_errors(self) -> None:
+        """Sets the errors of `result`, of a ratio: right drafts over judged ones."""
+        found = self.result.errors = []
+        if int(self.sequences.max()) == 0:
+            return
+        for index in range(len(self.result.judged)):
+            judged, right = self.accepted >= index, self.accepted > index
+            count = max(1, int(judged.sum()))
+            rest = right.double() - judged.double() * (int(right.sum()) / count)
+            found.append(self._error_of_sum(rest) / count)
+
+    def _error_of_sum(self, values: Tensor) -> float:
+        """Returns the standard error of the sum of values at each position, [R], of mean 0."""
+        num_texts = int(self.sequences.max()) + 1
         assert num_texts > 1
-        sums = gain.new_zeros(num_texts).index_add(0, self.sequences, gain - mean)
-        variance = float(sums.square().sum()) * num_texts / (num_texts - 1)
-        return float(mean), math.sqrt(variance) / len(gain)
+        sums = values.new_zeros(num_texts).index_add(0, self.sequences, values)
+        return math.sqrt(float(sums.square().sum()) * num_texts / (num_texts - 1))
 
     def error_by_position(self, other: Outcome) -> float:
         """Returns the standard error of that mean as if positions were independent."""
@@ -84,6 +105,7 @@ class Exam(ABC):
         self.parts = drafter  # what a trial may change: also layers that are not in use
         self.d2t: Tensor | None = None
         self.num_steps = NUM_STEPS
+        self.overflows = False  # whether what the drafter computed last is not all finite
 
     def notes(self) -> list[str]:
         """Returns what was not examined, and how the drafter is used now."""
@@ -100,7 +122,7 @@ class Exam(ABC):
 
     @torch.no_grad()
     def evaluate(self, trial: Trial | None) -> Outcome:
-        result, setting = Evaluation(), self.setting
+        result, setting, self.overflows = Evaluation(), self.setting, False
         with unchanged_after(self.parts):
             if trial is not None:
                 trial.change(self.drafter)
@@ -113,7 +135,22 @@ class Exam(ABC):
         rows = torch.arange(len(documents), device=documents.device)[:, None]
         names = documents + rows * (int(documents.max()) + 1)  # of different rows differ
         sequences = names.flatten()[counted].unique(return_inverse=True)[1]
-        return Outcome(result, right.double().cumprod(0).sum(0), sequences)
+        outcome = Outcome(result, right.double().cumprod(0).sum(0), sequences)
+        outcome.set_errors()
+        return outcome
+
+    def see(self, step: DraftStep) -> None:
+        """Notes whether a step's rows are finite."""
+        self.overflows |= not bool(step.hidden[step.rows].isfinite().all())
+
+    @abstractmethod
+    def read_states(self) -> Tensor:
+        """Returns what was computed of the target for the drafter."""
+
+    def coverage(self) -> tuple[int, int] | None:
+        """Returns (the target's tokens that the drafter can propose, all its tokens), None where it
+        can propose any."""
+        return None
 
     def keep(self, trial: Trial) -> None:
         trial.change(self.drafter)
@@ -156,7 +193,13 @@ class HeadExam(Exam):
             self.parts = nn.ModuleList([head, self.all_layers])
         size = float(self._hidden(self.setting).float().square().mean().sqrt())
         self.patient = Patient(
-            head, target.config, mask_hidden, size, special_tokens, parts=self.parts
+            head,
+            target.config,
+            mask_hidden,
+            size,
+            special_tokens,
+            parts=self.parts,
+            ends=Ends.of(target),
         )
         if isinstance(head, MTPHead) and self.all_layers is not None:
             head.layers = self.all_layers[:1]
@@ -202,8 +245,22 @@ class HeadExam(Exam):
         """Returns what the head reads of the target, [T, n * D]."""
         if self.captures:
             layers = self.head.layers_to_capture if setting.layers is None else setting.layers
-            return self.states[:, list(layers)].flatten(1)
+            states = self.states[:, list(layers)]
+            if setting.norms_last:
+                last = [i for i, layer in enumerate(layers) if layer == self.states.shape[1] - 1]
+                states[:, last] = self.target.norm(states[:, last])
+            return states.flatten(1)
         return self.states[:, 0] if setting.before_norm else self.target.norm(self.states[:, 0])
+
+    def read_states(self) -> Tensor:
+        return self.states
+
+    def coverage(self) -> tuple[int, int] | None:
+        if self.d2t is None:
+            return None
+        choices = self.teacher.choices[self.sequences.rows_of_step(0) + 1]
+        drafted = torch.arange(len(self.d2t), device=choices.device) + self.d2t
+        return int(torch.isin(choices, drafted).sum()), len(choices)
 
     def trials(self) -> list[Trial]:
         found = trials_of(self.patient)
@@ -226,6 +283,7 @@ class HeadExam(Exam):
         )
         found = list[StepScore]()
         for step in steps:  # a draft behind a wrong one counts for nothing
+            self.see(step)
             kept = step.counted
             if found:
                 kept = kept & found[-1].is_right[step.drafted_from]
@@ -248,9 +306,10 @@ def examine(exam: Exam, diagnosis: Diagnosis, tell: Callable[[str], None]) -> No
     """Tries every setting alone, applies the one that gains most, and tries again: up to two
     changes."""
     best, made = exam.evaluate(None), set[str]()
-    diagnosis.as_loaded = best.result
+    diagnosis.as_loaded, diagnosis.coverage = best.result, exam.coverage()
     diagnosis.num_texts = len(best.sequences.unique())
-    if diagnosis.is_short:
+    diagnosis.overflow = _overflow(exam)
+    if diagnosis.is_short or diagnosis.overflow is not None:
         return
 
     def evaluate(trials: list[Trial]) -> list[tuple[Trial, Outcome]]:
@@ -279,6 +338,21 @@ def examine(exam: Exam, diagnosis: Diagnosis, tell: Callable[[str], None]) -> No
         exam.keep(trial)
         if is_pair:
             return
+
+
+def _overflow(exam: Exam) -> str | None:
+    """Says whose values are NaN or infinite, after an evaluation; None if they are finite."""
+    states = exam.read_states()
+    is_target = not bool(states.isfinite().all())
+    if not is_target and not exam.overflows:
+        return None
+    name = str(states.dtype).removeprefix("torch.")
+    if states.dtype == torch.float16:
+        cure = "Values above 65504 overflow in float16: give bfloat16 or float32 as the dtype."
+    else:
+        cure = f"Weights are far too large: copy the {'target' if is_target else 'drafter'} again."
+    whose = "target's states" if is_target else "drafter's values"
+    return f"The {whose} are NaN or infinite in {name}, so drafts are accidents. {cure}"
 
 
 def best_explanation(

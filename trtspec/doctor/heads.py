@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..checkpoints.heads.eagle_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
-from ..layers.norm import RMSNorm
 from ..models.config import DecoderConfig
 from ..models.drafters.base import DraftHead
 from ..models.drafters.dflash import DFlashHead
@@ -30,6 +29,14 @@ from .trials import (
     vocabulary_trials,
     window_trials,
 )
+from .weights import (
+    Ends,
+    config_trials,
+    end_trials,
+    harmful_trials,
+    mixed_up_trials,
+    norm_offset_trials,
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class Patient:
     state_size: float  # the root mean square of what the head reads of the target
     special_tokens: Mapping[int, str]
     parts: nn.Module  # the head, and MTP layers that it does not use now
+    ends: Ends | None = None  # of the target
 
 
 def trials_of(patient: Patient) -> list[Trial]:
@@ -55,7 +63,43 @@ def trials_of(patient: Patient) -> list[Trial]:
     trials += _KINDS.get(head.config.kind, _Kind()).trials(patient)
     if head.d2t is not None:
         trials += vocabulary_trials(head.d2t)
+    trials += _state_trials(patient) + _weight_trials(patient)
     return trials
+
+
+def _state_trials(patient: Patient) -> list[Trial]:
+    """The target's last state, before its final norm or after it."""
+    head, captured = patient.head, patient.head.layers_to_capture
+    if head.config.kind == ASSISTANT:  # has a trial of its own
+        return []
+    if not captured:
+        return [
+            Trial(
+                "the target's hidden state should be read before its final norm",
+                "here it is read after the norm: train the head so",
+                sets={"before_norm": True},
+            )
+        ]
+    if patient.target.num_layers - 1 not in captured:
+        return []
+    return [
+        Trial(
+            "the last layer's state should be read after the target's final norm",
+            "here captured layers are read before the norm: train the head so",
+            sets={"norms_last": True},
+        )
+    ]
+
+
+def _weight_trials(patient: Patient) -> list[Trial]:
+    """Trials of all kinds' weights. Those that leave a part out come last: where they are as good
+    as others, the others say more."""
+    head, parts = patient.head, patient.parts
+    trials = norm_offset_trials(head, parts) + end_trials(head, parts, patient.ends)
+    if not head.advances_positions:  # an assistant's config was compared with the target's
+        return trials
+    trials += config_trials(head, parts, patient.target)
+    return trials + mixed_up_trials(parts) + harmful_trials(parts)
 
 
 def notes_on(patient: Patient) -> list[str]:
@@ -148,18 +192,12 @@ def _eagle3_notes(head: DraftHead) -> list[str]:
 def _mtp_trials(patient: Patient) -> list[Trial]:
     head = patient.head
     assert isinstance(head, MTPHead)
-    is_around_0 = head.config.zero_centered_norms or head.config.decoder.norm_offset != 0
 
     def reverse(head: MTPHead) -> None:
         for layer in patient.parts.modules():
             if isinstance(layer, MTPLayer):
                 assert layer.eh_proj.weight is not None, "the head's weights are packed"
                 swap_halves(layer.eh_proj.weight)
-
-    def shift_norms(head: MTPHead) -> None:
-        for module in patient.parts.modules():
-            if isinstance(module, RMSNorm):
-                module.weight.data = module.weight.data + (-1 if is_around_0 else 1)
 
     return [
         Trial(
@@ -171,12 +209,6 @@ def _mtp_trials(patient: Patient) -> list[Trial]:
             _other_feedback(head),
             f"MTPDecodingConfig(mtp_feeds_post_norm={not head.config.norm_output})",
             flip_norm_output,
-        ),
-        Trial(
-            "norms are written " + ("around 1" if is_around_0 else "around 0"),
-            f"{'subtract 1 from' if is_around_0 else 'add 1 to'} the weights of its norms: in "
-            f"{head.config.format} they are {'minus 1' if is_around_0 else 'as they are'}",
-            shift_norms,
         ),
     ]
 
@@ -260,7 +292,13 @@ _KINDS = {
     "dspark": _BLOCKS,
     "eagle3": _Kind(_eagle3_trials, _eagle3_notes),
     "eagle": _Kind(
-        notes=lambda head: ["Of an EAGLE-1 head only RoPE and the shift of the ids are tried."]
+        lambda patient: [
+            Trial(
+                "embedding and hidden state are concatenated in the other order",
+                "swap the two halves of the columns of fc",
+                lambda head: swap_halves(head.fc.weight),
+            )
+        ]
     ),
     "mtp": _Kind(_mtp_trials),
     ASSISTANT: _Kind(

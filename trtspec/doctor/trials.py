@@ -27,6 +27,7 @@ class Setting(Use):
 
     layers: tuple[int, ...] | None = None  # captured; None is what the head says
     before_norm: bool = False  # the target's last states without its final norm
+    norms_last: bool = False  # the last layer's captured state with it
 
 
 @dataclass(frozen=True)
@@ -153,15 +154,19 @@ def rope_trials(head: DraftHead, target: DecoderConfig) -> list[Trial]:
 def _rope_trials_of(kind: str, decoder: DecoderConfig, target: DecoderConfig) -> list[Trial]:
     """kind: "" where all layers are alike."""
     now, of_kind = _rope_of(decoder, kind), f" of its {kind} layers" if kind else ""
-    trials, bases = [], {now.get("rope_theta")}
-    for name, parameters in _candidates(target, kind):
+    trials, bases = list[Trial](), set() if _is_scaled(now) else {now.get("rope_theta")}
+    for name, parameters in _candidates(target, kind, now):
         theta, is_of_target = parameters["rope_theta"], bool(name)
         if parameters == now or (not is_of_target and theta in bases):
             continue
-        bases.add(theta)
+        if not _is_scaled(parameters):
+            bases.add(theta)
+        what = f"rope_theta{of_kind} should be {name or 'another'}, {theta:g}"
+        if not is_of_target and theta == now.get("rope_theta"):
+            what = f"RoPE{of_kind} should not be scaled"
         trials.append(
             Trial(
-                f"rope_theta{of_kind} should be {name or 'another'}, {theta:g}",
+                what,
                 f'"rope_theta"{of_kind}: {theta:g} in config.json, now {now.get("rope_theta"):g}'
                 + (f" ({parameters})" if _is_scaled(parameters) or _is_scaled(now) else ""),
                 _with_ropes({kind: parameters}),
@@ -171,10 +176,11 @@ def _rope_trials_of(kind: str, decoder: DecoderConfig, target: DecoderConfig) ->
     return trials
 
 
-def _candidates(target: DecoderConfig, kind: str) -> Iterator[tuple[str, Rope]]:
+def _candidates(target: DecoderConfig, kind: str, now: Rope) -> Iterator[tuple[str, Rope]]:
     """Yields (name of the target's layers, "" for a usual base; the parameters).
 
-    The target's come first, those of the same kind before others.
+    The target's come first, those of the same kind before others. A head may be trained without
+    the scaling that extends its target's context.
     """
     kinds = list(dict.fromkeys(target.layer_types[: target.num_layers]))
     seen: list[Rope] = []
@@ -184,7 +190,7 @@ def _candidates(target: DecoderConfig, kind: str) -> Iterator[tuple[str, Rope]]:
             seen.append(parameters)
             name = f"the target's {target_kind} layers'" if target_kind else "the target's"
             yield name, parameters
-    for theta in _USUAL_BASES:
+    for theta in (now["rope_theta"], *_USUAL_BASES):
         yield "", {"rope_type": "default", "rope_theta": theta}
 
 

@@ -20,6 +20,8 @@ class Evaluation:
     right: list[int] = field(default_factory=list)
     judged: list[int] = field(default_factory=list)
     loss: float = 0.0
+    errors: list[float] = field(default_factory=list)
+    """Of each step's conditional share, the standard error between sequences, where known."""
 
     @property
     def conditional(self) -> list[float]:

@@ -1,0 +1,300 @@
+"""Trials of a head's weights: tensors that a conversion mixed up, and parts that do harm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints.heads.records import Sources
+from ..layers.embedding import Embedding
+from ..layers.linear import Linear
+from ..layers.norm import RMSNorm
+from ..models.config import DecoderConfig
+from ..models.decoder import MLP, Attention, Decoder
+from ..models.drafters.base import DraftHead
+from ..models.rope import RopeTables
+from .trials import Change, Trial
+
+_PRODUCTS = "q_proj", "k_proj", "v_proj", "o_proj"
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What the target reads tokens with, and makes logits with."""
+
+    embedding: Tensor  # [V, D]
+    lm_head: Tensor | None  # [V, D]; None where it is not one whole matrix
+
+    @classmethod
+    def of(cls, target: Decoder) -> Ends:
+        embedding, lm_head = target.embed_tokens.weight, getattr(target.lm_head, "weight", None)
+        if lm_head is None and target.config.tie_word_embeddings:
+            lm_head = embedding
+        is_whole = lm_head is not None and lm_head.shape == embedding.shape
+        return cls(embedding, lm_head if is_whole else None)
+
+
+def end_trials(head: DraftHead, parts: nn.Module, ends: Ends | None) -> list[Trial]:
+    """The target's embedding and lm_head in the place of the head's. Exporters have left these
+    as they were made, at random."""
+    if ends is None:
+        return []
+    ids = None if head.d2t is None else torch.arange(len(head.d2t)).to(head.d2t) + head.d2t
+    sources = {"embed_tokens": ends.embedding, "lm_head": ends.lm_head}
+    if ids is not None and ends.lm_head is not None:
+        sources["lm_head"] = ends.lm_head[ids]
+    trials = []
+    for name, kind in (("embed_tokens", Embedding), ("lm_head", Linear)):
+        source = sources[name]
+        shared = head.shares_embedding if name == "embed_tokens" else head.shares_lm_head
+        owners = [m for m in parts.modules() if isinstance(getattr(m, name, None), kind)]
+        if shared or source is None or not owners:
+            continue
+        weights = [getattr(owner, name).weight for owner in owners]
+        if all(weight is not None and weight.shape == source.shape for weight in weights):
+            rows = ", of lm_head the rows of the draft vocabulary" if ids is not None else ""
+            trials.append(
+                Trial(
+                    f"{name} has wrong weights: with the target's drafts are better",
+                    f"put the target's {name}.weight in the place of the head's"
+                    + (rows if name == "lm_head" else ""),
+                    _replacing(weights, source),
+                )
+            )
+    return trials
+
+
+def _replacing(weights: list[nn.Parameter], source: Tensor) -> Change:
+    def change(head: DraftHead) -> None:
+        for weight in weights:
+            weight.data = source.to(weight)
+
+    return change
+
+
+def norm_offset_trials(head: DraftHead, parts: nn.Module) -> list[Trial]:
+    """Norms whose weights are written as their difference from 1, or not."""
+    config = head.config
+    is_around_0 = config.zero_centered_norms or config.decoder.norm_offset != 0
+
+    def shift(head: DraftHead) -> None:
+        for module in parts.modules():
+            if isinstance(module, RMSNorm):
+                module.weight.data = module.weight.data + (-1 if is_around_0 else 1)
+
+    return [
+        Trial(
+            "norms are written " + ("around 1" if is_around_0 else "around 0"),
+            f"{'subtract 1 from' if is_around_0 else 'add 1 to'} the weights of its norms: in "
+            f"{config.format} they are {'minus 1' if is_around_0 else 'as they are'}",
+            shift,
+        )
+    ]
+
+
+def mixed_up_trials(parts: nn.Module) -> list[Trial]:
+    """Tensors of one shape in each other's place, and square ones transposed: no shape tells."""
+    mlps = [m for m in parts.modules() if isinstance(m, MLP)]
+    attentions = [m for m in parts.modules() if isinstance(m, Attention)]
+    trials = list[Trial]()
+    if mlps:
+        trials.append(
+            Trial(
+                "gate_proj and up_proj are in each other's place",
+                "swap gate_proj.weight and up_proj.weight of every layer (or the halves of a fused "
+                "gate_up_proj)",
+                lambda head: _each(mlps, _swap_gate_and_up),
+            )
+        )
+    if attentions:
+        trials.append(
+            Trial(
+                "k_proj and v_proj are in each other's place",
+                "swap k_proj.weight and v_proj.weight of every layer (or their rows in a fused "
+                "qkv_proj)",
+                lambda head: _each(attentions, _swap_keys_and_values),
+            )
+        )
+    square = [name for name in _PRODUCTS if any(_is_square(a, name) for a in attentions)]
+    for names in [[name] for name in square] + ([square] if len(square) > 1 else []):
+        told = " and ".join(names)
+        trials.append(
+            Trial(
+                f"{told} {'are' if len(names) > 1 else 'is'} transposed",
+                f"transpose {told} of every layer, which {'are' if len(names) > 1 else 'is'} "
+                "square: no shape tells",
+                _transposing(attentions, names),
+            )
+        )
+    return trials
+
+
+def config_trials(head: DraftHead, parts: nn.Module, target: DecoderConfig) -> list[Trial]:
+    """The target's values of fields that heads take from their target, where the head's differ."""
+    now, trials = head.config.decoder, []
+
+    def use_epsilon(head: DraftHead) -> None:
+        for module in parts.modules():
+            if isinstance(module, RMSNorm):
+                module.eps = target.rms_norm_eps
+
+    fields = (
+        ("rms_norm_eps", now.rms_norm_eps, target.rms_norm_eps, use_epsilon),
+        ("head_dim", now.head_dim, target.head_dim, _use_heads_of(parts, target)),
+    )
+    for name, value, of_target, change in fields:
+        if value != of_target and (name != "head_dim" or _fits_heads_of(parts, target)):
+            trials.append(
+                Trial(
+                    f"{name} should be the target's, {of_target}",
+                    f'"{name}": {json.dumps(of_target)} in config.json, now {json.dumps(value)}'
+                    + (", and numbers of heads to match" if name == "head_dim" else ""),
+                    change,
+                    is_usual=True,
+                )
+            )
+    return trials
+
+
+def _fits_heads_of(parts: nn.Module, target: DecoderConfig) -> bool:
+    """Whether all layers could have heads of the target's size: no tensor tells of it."""
+    layers = [m for m in parts.modules() if isinstance(m, Attention)]
+    return bool(layers) and all(
+        layer.q_norm is None
+        and layer.attention_sink_bias is None
+        and layer.g_proj is None
+        and layer.head_order is None
+        and not any(rows % target.head_dim for rows in _rows(layer))
+        for layer in layers
+    )
+
+
+def _use_heads_of(parts: nn.Module, target: DecoderConfig) -> Change:
+    def change(head: DraftHead) -> None:
+        size = target.head_dim
+        for layer in parts.modules():
+            if isinstance(layer, Attention):
+                queries, keys, _ = _rows(layer)
+                layer.num_heads, layer.num_kv_heads = queries // size, keys // size
+                if layer.scale is not None:
+                    layer.scale *= (layer.head_dim / size) ** 0.5
+                layer.head_dim = size
+        decoder = replace(head.config.decoder, head_dim=size)
+        head.config = replace(head.config, decoder=decoder)
+        now = head.rope_tables
+        head.rope_tables = RopeTables(decoder, now.num_positions).to(next(now.buffers()).device)
+
+    return change
+
+
+def harmful_trials(parts: nn.Module) -> list[Trial]:
+    """The head without a part of it: drafts that are better without name wrong tensors."""
+    trials = []
+    of_kind = ((Attention, "o_proj", "attention"), (MLP, "down_proj", "MLP"))
+    for kind, last, name in of_kind:
+        modules = [m for m in parts.modules() if isinstance(m, kind)]
+        for i, module in enumerate(modules):
+            where = f" of layer {i}" if len(modules) > 1 else ""
+            trials.append(
+                Trial(
+                    f"the {name}{where} has wrong weights: drafts are better without it",
+                    f"copy the tensors of the {name}{where} again from the head's source",
+                    _without(getattr(module, last)),
+                )
+            )
+    return trials
+
+
+def _without(layer: Linear) -> Change:
+    def change(head: DraftHead) -> None:
+        for part in (layer.weight, layer.bias):
+            if part is not None:
+                part.data = torch.zeros_like(part)
+
+    return change
+
+
+def untrained_tensors(sources: Sources) -> str | None:
+    """Says which of a checkpoint's tensors look as if they were made and never filled: matrices
+    that are zero everywhere, norms of one value. None if none does.
+
+    Norms of queries and keys are left to `lost_norms`.
+    """
+    zeros, norms = list[str](), list[str]()
+    for source in sources.values():
+        if len(source.shape) > 1 and not bool(source.read().any()):
+            zeros.append(source.name)
+        elif source.name.endswith("norm.weight") and "q_norm" not in source.name:
+            weight = source.read()
+            if "k_norm" not in source.name and bool((weight == weight[0]).all()):
+                norms.append(source.name)
+    parts = []
+    if zeros:
+        parts.append(
+            f"{' and '.join(zeros)} {'are' if len(zeros) > 1 else 'is'} zero everywhere, which "
+            "trained ones are not: copy the head again from its source."
+        )
+    if norms:
+        parts.append(
+            f"{' and '.join(norms)} {'have' if len(norms) > 1 else 'has'} one value everywhere, as "
+            "before training. If it should not, copy the head again from its source."
+        )
+    return " ".join(parts) or None
+
+
+# -- changes of one module ---------------------------------------------------------------------
+def _each(modules: Sequence[Any], change: Callable[[Any], None]) -> None:
+    for module in modules:
+        change(module)
+
+
+def _swap_gate_and_up(mlp: MLP) -> None:
+    for part in (mlp.gate_up_proj.weight, mlp.gate_up_proj.bias):
+        if part is not None:
+            part.data = torch.cat(part.data.chunk(2)[::-1])
+
+
+def _swap_keys_and_values(attention: Attention) -> None:
+    for part in (attention.qkv_proj.weight, attention.qkv_proj.bias):
+        if part is not None:
+            queries, keys, values = part.data.split(_rows(attention))
+            part.data = torch.cat([queries, values, keys])
+
+
+def _transposing(attentions: Sequence[Attention], names: Sequence[str]) -> Change:
+    def change(head: DraftHead) -> None:
+        for attention in attentions:
+            for layer in (attention.qkv_proj, attention.o_proj):
+                assert layer.weight is not None, "the head's weights are packed"
+                layer.weight.data = layer.weight.data.clone()  # the head's memory stays as it is
+            for name in names:
+                if _is_square(attention, name):
+                    product = _product(attention, name)
+                    product.copy_(product.T.clone())
+
+    return change
+
+
+def _is_square(attention: Attention, name: str) -> bool:
+    rows, columns = _product(attention, name).shape
+    return rows == columns
+
+
+def _product(attention: Attention, name: str) -> Tensor:
+    """Returns the weight that a checkpoint calls so."""
+    weight = (attention.o_proj if name == "o_proj" else attention.qkv_proj).weight
+    assert weight is not None, "the head's weights are packed"
+    if name == "o_proj":
+        return weight.data
+    return weight.data.split(_rows(attention))[_PRODUCTS.index(name)]
+
+
+def _rows(attention: Attention) -> list[int]:
+    """Returns how many rows of qkv_proj make queries, keys and values."""
+    keys = attention.num_kv_heads * attention.head_dim
+    return [attention.num_heads * attention.head_dim, keys, keys]
