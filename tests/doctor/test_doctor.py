@@ -259,7 +259,7 @@ def test_tensors_that_were_never_filled(eagle3: Case, tmp_path: Path) -> None:
 def test_values_that_overflow(eagle3: Case, tmp_path: Path) -> None:
     head = eagle3.sabotaged(tmp_path, _scaled_down_proj(1e38))
     diagnosis = diagnose(eagle3.target, head, "eagle", eagle3.texts)
-    assert "The drafter's values are NaN or infinite in float32" in diagnosis.verdict
+    assert "Values that the head computes are NaN or infinite in float32" in diagnosis.verdict
     assert not diagnosis.is_well and not diagnosis.tried
 
 

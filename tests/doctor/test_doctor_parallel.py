@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import tiny_model_dir
 from tiny_heads import MASK_TOKEN, VOCAB, p_eagle_dir, pard_dir
 from tiny_trained import Change, Tensors, Trained, greedy_texts, load_target, trained_head
@@ -163,6 +164,19 @@ def test_a_draft_model(tmp_path: Path) -> None:
         "draft model does not fit its target: The draft model's vocabulary has 101" in wide.verdict
     )
     assert "Choose a draft model" in wide.verdict and not wide.is_well
+
+
+def test_a_draft_model_whose_values_are_not_finite(tmp_path: Path) -> None:
+    directory = tiny_model_dir(tmp_path, seed=1)
+    target, texts = load_target(directory), greedy_texts(directory)
+    file = tiny_model_dir(tmp_path, seed=1) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    diagnosis = diagnose(target, file.parent, None, texts)
+    assert "Values that the draft model computes are NaN or infinite" in diagnosis.verdict
+    diagnosis = diagnose(load_target(file.parent), directory, None, texts)
+    assert "Values that the target computes are NaN or infinite" in diagnosis.verdict
 
 
 def test_tokenizers_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,7 +308,7 @@ def examine(exam: Exam, diagnosis: Diagnosis, tell: Callable[[str], None]) -> No
     best, made = exam.evaluate(None), set[str]()
     diagnosis.as_loaded, diagnosis.coverage = best.result, exam.coverage()
     diagnosis.num_texts = len(best.sequences.unique())
-    diagnosis.overflow = _overflow(exam)
+    diagnosis.overflow = _overflow(exam, diagnosis.drafter)
     if diagnosis.is_short or diagnosis.overflow is not None:
         return
 
@@ -340,19 +340,25 @@ def examine(exam: Exam, diagnosis: Diagnosis, tell: Callable[[str], None]) -> No
             return
 
 
-def _overflow(exam: Exam) -> str | None:
-    """Says whose values are NaN or infinite, after an evaluation; None if they are finite."""
+def _overflow(exam: Exam, drafter: str) -> str | None:
+    """Says whose values are NaN or infinite, after an evaluation; None if they are finite.
+
+    Args:
+        drafter: "head" or "draft model".
+    """
     states = exam.read_states()
-    is_target = not bool(states.isfinite().all())
-    if not is_target and not exam.overflows:
+    if not bool(states.isfinite().all()):
+        drafter = "target"
+    elif not exam.overflows:
         return None
-    name = str(states.dtype).removeprefix("torch.")
+    cure = f"The {drafter} has wrong weights: copy it again from its source."
     if states.dtype == torch.float16:
         cure = "Values above 65504 overflow in float16: give bfloat16 or float32 as the dtype."
-    else:
-        cure = f"Weights are far too large: copy the {'target' if is_target else 'drafter'} again."
-    whose = "target's states" if is_target else "drafter's values"
-    return f"The {whose} are NaN or infinite in {name}, so drafts are accidents. {cure}"
+    name = str(states.dtype).removeprefix("torch.")
+    return (
+        f"Values that the {drafter} computes are NaN or infinite in {name}, so drafts are "
+        f"accidents. {cure}"
+    )
 
 
 def best_explanation(
