@@ -178,7 +178,7 @@ EAGLE3 = {
     "embed_tokens has wrong weights: with the target's": _noise(
         "embed_tokens.weight", shape=(VOCAB + 1, HIDDEN)
     ),
-    "lm_head has wrong weights: with the target's": _noise("lm_head.weight"),
+    "lm_head has wrong weights, or d2t is another's": _noise("lm_head.weight"),
     "rms_norm_eps should be the target's": _fields(rms_norm_eps=0.9),
     "head_dim should be the target's": _heads_of_half_the_size,
     "captured one too early": _layers(0, 2, 3),
@@ -277,6 +277,30 @@ def test_a_draft_vocabulary_of_other_tokens(eagle3: Case, tmp_path: Path) -> Non
 
     diagnosis = diagnose(eagle3.target, eagle3.sabotaged(tmp_path, drop), "eagle", eagle3.texts)
     assert "The draft vocabulary is too small for these texts" in diagnosis.verdict
+
+
+def test_tokens_in_another_order(
+    eagle3: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By d2t, or by the rows of lm_head: any order, which no trial knows."""
+
+    def shuffle_map(raw: dict[str, Any], tensors: Tensors) -> None:
+        rows = torch.arange(len(tensors["d2t"]))
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+        tensors["d2t"] = (tensors["d2t"] + rows)[order] - rows
+
+    def shuffle_rows(raw: dict[str, Any], tensors: Tensors) -> None:
+        order = torch.randperm(len(tensors["d2t"]), generator=torch.Generator().manual_seed(0))
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+
+    for name, change in (("map", shuffle_map), ("rows", shuffle_rows)):
+        head = eagle3.sabotaged(tmp_path / name, change)
+        verdict = diagnose(eagle3.target, head, "eagle", eagle3.texts).verdict
+        assert verdict.startswith("lm_head has wrong weights, or d2t is another's"), verdict
+        with monkeypatch.context() as patch:  # where the head's lm_head is unlike the target's
+            patch.setattr("trtspec.doctor.heads.end_trials", lambda *arguments: [])
+            verdict = diagnose(eagle3.target, head, "eagle", eagle3.texts).verdict
+        assert verdict.startswith("The head's tokens mean other ones"), verdict
 
 
 def test_two_mistakes_at_once(eagle3: Case, tmp_path: Path) -> None:

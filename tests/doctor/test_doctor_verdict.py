@@ -177,6 +177,15 @@ def test_a_draft_vocabulary_without_the_texts_tokens() -> None:
     assert as_trained.is_well and any("vocabulary" in note for note in as_trained.remarks)
 
 
+def test_tokens_of_other_meanings() -> None:
+    found = _diagnosis(20, 5, 1, refitted=(300, 1000))
+    assert "right 0.30 of the time in the other half, as it is 0.02" in found.verdict
+    assert not found.is_well
+    for right, refitted in ((20, 150), (220, 340)):  # by chance, or no better
+        other = _diagnosis(right, 5, 1, refitted=(refitted, 1000))
+        assert "mean other ones" not in other.verdict
+
+
 def test_values_that_are_not_finite_are_told_before_all_else() -> None:
     change = Finding("a change", "", Evaluation([900], [1000]))
     found = _diagnosis(3, 0, 0, overflow="NaN.", changes=[change], reads_masks=True)

@@ -73,6 +73,7 @@ class Diagnosis:
     defect: str | None = None  # what is certainly wrong, and cannot be undone
     overflow: str | None = None  # whose values are not finite; then nothing is tried
     coverage: tuple[int, int] | None = None  # of the target's tokens: in the draft vocabulary, all
+    refitted: tuple[int, int] | None = None  # first drafts right with other meanings, all of them
     made_for: str | None = None  # the target that the drafter's config.json names
     drafter: str = "head"  # or "draft model"
     reads_masks: bool = False
@@ -118,6 +119,8 @@ class Diagnosis:
             return self.overflow, False
         if self.changes:
             return self._what_changes(), False
+        if self._means_other_tokens():
+            return self._what_tokens_mean(), False
         if self._is_out_of_vocabulary():
             return self._what_vocabulary_costs(), False
         if self._fails_at_masks():
@@ -211,6 +214,25 @@ class Diagnosis:
         if result.errors:  # positions of one text are alike
             most = max(most, result.conditional[index] + CERTAIN * result.errors[index])
         return most
+
+    def _means_other_tokens(self) -> bool:
+        """Whether drafts are surely better where the head's tokens mean what they do elsewhere."""
+        if self.refitted is None:
+            return False
+        assert self.as_loaded is not None
+        right, judged = self.refitted
+        least = 1 - _upper_bound_of(judged - right, judged)
+        return least >= self.as_loaded.conditional[0] + TELLING_GAIN
+
+    def _what_tokens_mean(self) -> str:
+        assert self.refitted is not None and self.as_loaded is not None
+        right, judged = self.refitted
+        return (
+            "The head's tokens mean other ones: with the meanings that fit half of the texts best, "
+            f"its first draft is right {right / judged:.2f} of the time in the other half, as it "
+            f"is {self.as_loaded.conditional[0]:.2f}. d2t, or the order of the rows of lm_head, is "
+            "another head's: copy d2t, t2d and lm_head.weight again from one source."
+        )
 
     def _is_out_of_vocabulary(self) -> bool:
         """Whether the draft vocabulary alone explains half of the first drafts that are lost."""

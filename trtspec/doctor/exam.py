@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from ..models.drafters.base import DraftHead
 from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.mtp import MTPHead
 from ..train.evaluation import Evaluation
-from ..train.losses import StepScore, score
+from ..train.losses import StepScore, proposals_of, score
 from ..train.records import DraftStep, Sequences
 from ..train.unroll import teach, unroll
 from .diagnosis import CERTAIN, Diagnosis, Finding
@@ -152,6 +153,12 @@ class Exam(ABC):
         can propose any."""
         return None
 
+    def refitted(self) -> tuple[int, int] | None:
+        """Returns (first drafts that are right with other meanings, all of them): those that the
+        head's tokens have in one half of the sequences are tried in the other. None where the head
+        has the target's lm_head, and so its tokens."""
+        return None
+
     def keep(self, trial: Trial) -> None:
         trial.change(self.drafter)
         self.setting = replace(self.setting, **trial.sets)
@@ -262,6 +269,30 @@ class HeadExam(Exam):
         drafted = torch.arange(len(self.d2t), device=choices.device) + self.d2t
         return int(torch.isin(choices, drafted).sum()), len(choices)
 
+    @torch.no_grad()
+    def refitted(self) -> tuple[int, int] | None:
+        if self.head.shares_lm_head:
+            return None
+        hidden, keys = self._hidden(self.setting), self.teacher.keys
+        step = next(iter(unroll(self.head, self.sequences, hidden, 1, keys, self.setting)))
+        rows = step.rows[step.counted]
+        proposals = proposals_of(self.head, step, rows).tolist()
+        choices = self.teacher.choices[step.teacher_rows[step.counted]].tolist()
+        names = (rows // self.sequences.input_ids.shape[1]).tolist()
+        right = 0
+        for half in (0, 1):
+            counts = defaultdict[int, Counter[int]](Counter)
+            for name, proposal, choice in zip(names, proposals, choices, strict=True):
+                if name % 2 == half:
+                    counts[proposal][choice] += 1
+            meaning = {proposal: found.most_common(1)[0][0] for proposal, found in counts.items()}
+            right += sum(
+                meaning.get(proposal) == choice
+                for name, proposal, choice in zip(names, proposals, choices, strict=True)
+                if name % 2 != half
+            )
+        return right, len(choices)
+
     def trials(self) -> list[Trial]:
         found = trials_of(self.patient)
         if self.all_layers is not None:
@@ -331,6 +362,7 @@ def examine(exam: Exam, diagnosis: Diagnosis, tell: Callable[[str], None]) -> No
         if choice is None:
             if not made:
                 diagnosis.likely = likely_explanation(found, best)
+                diagnosis.refitted = exam.refitted() if is_poor else None
             return
         trial, best = choice
         made.add(trial.name)

@@ -57,12 +57,14 @@ def end_trials(head: DraftHead, parts: nn.Module, ends: Ends | None) -> list[Tri
             continue
         weights = [getattr(owner, name).weight for owner in owners]
         if all(weight is not None and weight.shape == source.shape for weight in weights):
-            rows = ", of lm_head the rows of the draft vocabulary" if ids is not None else ""
+            what, cure = f"{name} has wrong weights", f"put the target's {name}.weight in its place"
+            if name == "lm_head" and ids is not None:
+                what += ", or d2t is another's"
+                cure = f"copy {name}.weight and d2t again from one source, or {cure}, at d2t's rows"
             trials.append(
                 Trial(
-                    f"{name} has wrong weights: with the target's drafts are better",
-                    f"put the target's {name}.weight in the place of the head's"
-                    + (rows if name == "lm_head" else ""),
+                    f"{what}: with the target's drafts are better",
+                    cure,
                     _replacing(weights, source),
                 )
             )

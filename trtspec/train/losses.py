@@ -155,14 +155,14 @@ def score(
     if not with_loss or step.before is not None:
         is_clustered = isinstance(getattr(head, "lm_head", None), ClusteredHead)
         parts = [
-            _proposals(head, step, some)
+            proposals_of(head, step, some)
             for some in rows.split(CLUSTERED_ROWS if is_clustered else ROWS)
         ]
         proposals = torch.cat(parts)
     return _scored(head, step, teacher, proposals, loss)
 
 
-def _proposals(head: DraftHead, step: DraftStep, rows: Tensor) -> Tensor:
+def proposals_of(head: DraftHead, step: DraftStep, rows: Tensor) -> Tensor:
     """Returns what some of a step's rows propose, [R], in the head's vocabulary."""
     if not len(rows):
         return rows
