@@ -278,7 +278,8 @@ class HeadExam(Exam):
         rows = step.rows[step.counted]
         proposals = proposals_of(self.head, step, rows).tolist()
         choices = self.teacher.choices[step.teacher_rows[step.counted]].tolist()
-        names = (rows // self.sequences.input_ids.shape[1]).tolist()
+        drafted_from = step.drafted_from[step.counted]
+        names = (drafted_from // self.sequences.input_ids.shape[1]).tolist()
         right = 0
         for half in (0, 1):
             counts = defaultdict[int, Counter[int]](Counter)
