@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,18 @@ import pytest
 import torch
 from matrix import Drafters, config_of, full, make_drafters
 from oracle import VOCAB, Oracle, random_prompts
+from perfect import one_layer_target, perfect_eagle3
 from tiny_heads import mtp_model_dir
+from uncaptured import Uncaptured
 
-from trtspec import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
+from trtspec import (
+    LLM,
+    CudaGraphConfig,
+    EagleDecodingConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    SamplingParams,
+)
 from trtspec.attention.base import CachedLayer
 from trtspec.attention.tiles import tiles_on_device
 from trtspec.attention.torch_sdpa import TorchAttention
@@ -22,13 +30,9 @@ from trtspec.checkpoints.hf_config import parse_config
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
 from trtspec.executor import build
-from trtspec.executor.context_inputs import ContextInputs, deal_out, most_worth_capturing
-from trtspec.executor.device_step import PartialLaunch
-from trtspec.executor.forward_step import StepOutputs
-from trtspec.executor.generation_inputs import GenerationInputs
+from trtspec.executor.context_inputs import deal_out, most_worth_capturing
 from trtspec.executor.inputs import assemble, build_inputs
-from trtspec.executor.py_executor import PyExecutor
-from trtspec.executor.request import ContextChunk, ScheduledBatch, StepPlan
+from trtspec.executor.request import ContextChunk, ScheduledBatch
 from trtspec.layers.linear import Linear
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS, AttentionMetadata
 from trtspec.metadata.mode import SpeculativeDecodingMode
@@ -50,73 +54,6 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
     return make_drafters(tmp_path_factory.mktemp("drafters"))
-
-
-class Uncaptured:
-    """Stands for `CudaGraphs`: the same inputs, the step run as it is."""
-
-    def __init__(self, executor: PyExecutor, tokens: Sequence[int], joins: bool = False):
-        self.executor, self.passes, self.most_worth = executor, 0, 1000
-        self.num_sent_again, self.joins, self.num_joined = 0, joins, 0
-        config = executor.config
-        self.generations = GenerationInputs(
-            config.max_batch_size, config.max_batch_size, config.max_seq_len, executor.kv_cache,
-            executor.device,
-        )  # fmt: skip
-        self.shapes = [
-            ContextInputs(
-                n, config.max_batch_size, config.max_seq_len, executor.kv_cache, executor.device
-            )
-            for n in tokens
-        ]
-
-    def bucket(self, batch_size: int) -> int:
-        return batch_size
-
-    def run(self, *_: object) -> None:
-        return None  # generations by themselves, eagerly
-
-    def send_again(self) -> None:
-        """Everything is sent every time: it counts that it was asked."""
-        self.num_sent_again += 1
-
-    def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
-        return next((shape for shape in self.shapes if shape.holds(chunks)), None)
-
-    def pays_to_join(self, batch: ScheduledBatch, _: int) -> bool:
-        shape, most = self.shape_for(batch.contexts), self.executor.config.max_num_tokens
-        rows = self.generations.size * (self.executor.max_draft_len + 1)
-        return self.joins and shape is not None and shape.num_tokens + rows <= most
-
-    def run_contexts(self, shape: ContextInputs, plan: StepPlan) -> PartialLaunch:
-        chunks = plan.batch.contexts
-        outputs = self._run(shape, plan, num_beside=0)
-        return PartialLaunch(outputs.first_rows(len(chunks), 1), is_replay=True)
-
-    def run_both(self, shape: ContextInputs, plan: StepPlan) -> PartialLaunch:
-        """With as many generations as there can be: some are padding."""
-        chunks, requests = plan.batch.contexts, plan.batch.generations
-        self.num_joined += 1
-        rows = self.generations.rows_to_send(requests, self.generations.size)
-        if rows is not None:
-            self.generations.send(rows)
-        outputs, first = self._run(shape, plan, self.generations.size), shape.num_contexts
-        rows_of_requests = [*range(len(chunks)), *range(first, first + len(requests))]
-        return PartialLaunch(outputs, is_replay=True, rows=rows_of_requests)
-
-    def _run(self, shape: ContextInputs, plan: StepPlan, num_beside: int) -> StepOutputs:
-        batch = plan.batch
-        shape.fill(batch.contexts)
-        kind = plan.num_drafts, batch.all_greedy, batch.has_filters
-        inputs = shape.step_inputs(*kind)
-        if num_beside:
-            inputs = inputs.followed_by(self.generations.step_inputs(num_beside, *kind))
-        self.passes += 1
-        inputs = replace(inputs, num_logprobs=batch.num_logprobs)
-        step = self.executor.runner.step
-        outputs = step.run(inputs, plan.draft_len)
-        assert step.state.past_lens[-1] == 0, "rows that fill graphs up would attend to more"
-        return outputs
 
 
 class ContextsInTriton(triton_backend.TritonAttention):
@@ -165,6 +102,36 @@ def test_padding_changes_no_token(
     assert graphs.passes >= 2 and (graphs.num_joined > 0) == joins
     cache = llm.executor.kv_cache
     assert cache.num_free_blocks == cache.num_blocks - NUM_RESERVED_BLOCKS
+
+
+def _latent(folder: Path) -> tuple[Path, DecodingBaseConfig]:
+    target = mtp_model_dir(folder, layout="deepseek_v3", num_mtp_layers=1)
+    return target, MTPDecodingConfig(num_nextn_predict_layers=2)
+
+
+def _windows(folder: Path) -> tuple[Path, DecodingBaseConfig]:
+    target = one_layer_target(folder)
+    head = perfect_eagle3(folder, target)
+    return target, EagleDecodingConfig(max_draft_len=2, speculative_model=head)
+
+
+@pytest.mark.parametrize("make", [_latent, _windows])
+def test_generations_in_passes_of_other_caches(
+    tmp_path: Path, make: Callable[[Path], tuple[Path, DecodingBaseConfig]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Latent attention; KV groups with windows. The kernels read the generations, too."""
+    monkeypatch.setattr("trtspec.executor.context_inputs.TOKENS_PER_CONTEXT", 4)
+    target, config = make(tmp_path)
+    llm = _llm(target, config, monkeypatch, max_seq_len=32)
+    graphs = Uncaptured(llm.executor, (7, 18), joins=True)
+    llm.executor.runner.graphs = graphs  # type: ignore[assignment]
+    prompts = [[(7 * i + j * j) % VOCAB for j in range(n)] for i, n in enumerate((9, 4, 2, 16, 7))]
+    params = [SamplingParams(max_tokens=2 + i, ignore_eos=True) for i in range(len(prompts))]
+    outputs, oracle = llm.generate(prompts, params), Oracle(target)
+    for prompt, output, wanted in zip(prompts, outputs, params, strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, wanted.max_tokens)
+    assert graphs.num_joined > 0
 
 
 @pytest.mark.parametrize("mode", ["none", *(DRAFTING if full() else DRAFTING[:1])])

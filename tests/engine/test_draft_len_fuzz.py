@@ -22,6 +22,7 @@ from perfect import add_perfect_mtp, one_layer_target, perfect_eagle3
 from tiny import tiny_model_dir
 from tiny_dflash import dflash_dir
 from tiny_heads import eagle3_dir
+from uncaptured import PaddedTorch, Uncaptured
 
 from trtspec import (
     LLM,
@@ -33,6 +34,7 @@ from trtspec import (
     SamplingParams,
 )
 from trtspec.config import DecodingBaseConfig
+from trtspec.executor import build
 from trtspec.executor.auto_draft_len import AutoDraftLen
 from trtspec.executor.request import Request, ScheduledBatch
 from trtspec.metadata.attention import AttentionMetadata
@@ -85,6 +87,11 @@ DRAFTERS: dict[str, Callable[[Path], Made]] = {
     "dflash": _dflash,
     "ngram": _ngram,
 }
+SHAPES: list[dict[str, Any]] = [
+    {}, {}, {}, {"presence_penalty": 0.7}, {"frequency_penalty": 0.6, "repetition_penalty": 1.3},
+    {"logit_bias": {3: 4.0, 7: -100.0}}, {"bad_words": [[5], [3, 7]]}, {"min_p": 0.05},
+]  # fmt: skip
+"""What a request asks of its logits."""
 PRESSED: dict[str, Any] = {
     "max_num_tokens": 3 * (K + 1) + 6,
     "enable_chunked_prefill": True,
@@ -139,9 +146,13 @@ class Fuzz:
         for number in range(rng.randint(2, 7)):
             prompt = shared[: rng.randint(1, len(shared))] * rng.randint(0, 1)
             prompt += [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
-            heat = rng.choice([0.0, 0.0, 0.8])
+            heat, shape = rng.choice([0.0, 0.0, 0.8]), rng.choice(SHAPES)
             params = SamplingParams(
-                max_tokens=rng.randint(1, 40), ignore_eos=True, temperature=heat, seed=number
+                max_tokens=rng.randint(1, 40),
+                ignore_eos=True,
+                temperature=heat,
+                seed=number,
+                **shape,
             )
             waiting.append((prompt, params))
         expected = [
@@ -210,3 +221,22 @@ def test_random_schedules(
         assert accepted == set(range(K + 1)), "every number was accepted"
         is_windowed = name != "full_attention"  # its requests hold few blocks
         assert is_windowed or not is_pressed or fuzz.executor.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp_eagle", "full_attention", "dflash", "ngram"])
+def test_generations_in_passes_over_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """In shapes as graphs have them, with rows that a head has missed before."""
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("trtspec.executor.context_inputs.TOKENS_PER_CONTEXT", 4)
+    monkeypatch.setattr(build, "attention_backend", lambda *_: PaddedTorch())
+    target, config = DRAFTERS[name](tmp_path)
+    fuzz = Fuzz(target, config, disable_overlap_scheduler=False)
+    graphs = Uncaptured(fuzz.executor, [7, 24, 60], joins=True)
+    fuzz.executor.runner.graphs = graphs  # type: ignore[assignment]
+    monkeypatch.setattr(AutoDraftLen, "_choose", lambda self, *given: fuzz.choose(*given))
+    for seed in range(4 * SCHEDULES):
+        fuzz.schedule(seed + 50_000)
+    assert graphs.num_joined > 3 * SCHEDULES
+    assert graphs.num_missed > 0 or name == "ngram"

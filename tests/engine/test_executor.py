@@ -47,6 +47,7 @@ from trtspec.config import EngineConfig
 from trtspec.errors import ConfigError, RequestError
 from trtspec.executor import device, py_executor
 from trtspec.executor.build import _executor_config
+from trtspec.executor.request import StepPlan
 
 
 @pytest.fixture(scope="module")
@@ -345,9 +346,9 @@ def test_what_is_known_of_a_batch_is_of_its_requests(target_dir: Path) -> None:
     executor, batches = llm.executor, []
     launch = executor._launch
 
-    def launched(batch: Any, *args: Any) -> Any:
-        batches.append(batch)
-        return launch(batch, *args)
+    def launched(plan: StepPlan) -> Any:
+        batches.append(plan.batch)
+        return launch(plan)
 
     executor._launch = launched  # type: ignore[method-assign]
     for temperature, count in ((0.0, 12), (1.0, 6), (0.0, 9)):
@@ -999,9 +1000,10 @@ def test_time_is_of_the_step_that_was_waited_for(
         now += seconds
         spent[has_generations] += seconds
 
-    def slow_launch(part: Any, draft_len: int) -> Any:
-        spend(0.25 if part.generations else 16.0, bool(part.generations))
-        return launch(part, draft_len)
+    def slow_launch(plan: StepPlan) -> Any:
+        generates = bool(plan.batch.generations)
+        spend(0.25 if generates else 16.0, generates)
+        return launch(plan)
 
     def slow_read(launched: Any) -> None:
         spend(1.0 if launched.batch.generations else 256.0, bool(launched.batch.generations))

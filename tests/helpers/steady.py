@@ -62,8 +62,7 @@ def launch(executor: PyExecutor, num_graphs: int = 1) -> None:
         with no_waiting():
             batch = executor._schedule()
             assert len(batch.generations) == 2 and not batch.contexts
-            draft_len = executor._draft_len.of(batch, batch)
-            executor._pending.append(executor._launch(batch, draft_len))
+            executor._pending.append(executor._launch(executor._plan(batch, batch)))
         torch.cuda.synchronize()
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts.get("cudaGraphLaunch", 0) == num_graphs

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..layers.linear import Linear
 from ..models.decoder import Decoder
 from ..ops.launch.machine import (
-    BYTES_PER_SECOND,
     FLOPS,
     FLOPS_FP8,
     FLOPS_FP32,
@@ -40,33 +40,38 @@ one."""
 def most_worth_capturing(target: Decoder) -> int:
     """Returns the rows that the GPU computes while the host launches a pass over prompts eagerly.
 
-    With more a graph saves nothing, and its padding costs time. Both times are estimates, the GPU's
-    by the operations of the layers' products.
+    With more a graph saves nothing, and its padding costs time. Both times are estimates.
     """
+    launching = sum(
+        LAUNCH_SECONDS_PER_LAYER_FP8 if _fp8_weights(layer) else LAUNCH_SECONDS_PER_LAYER
+        for layer in target.layers
+    )
+    return int(launching / seconds_of_row(target))
+
+
+def seconds_of_row(target: Decoder) -> float:
+    """Returns what the GPU computes for at each row of a pass, by the operations of the layers'
+    products."""
     full = FLOPS_FP32 if target.norm.weight.dtype == torch.float32 else FLOPS
-    seconds, launching = 0.0, 0.0  # of the GPU for a row, of the host for a pass
+    seconds = 0.0
     for i, layer in enumerate(target.layers):
-        moe = target.config.moe_of_layer(i)
-        codes = {
-            id(module.weight)
-            for module in layer.modules()
-            if isinstance(module, Linear) and (weight := module.fp8) is not None and weight.by_rows
-        }
+        moe, codes = target.config.moe_of_layer(i), _fp8_weights(layer)
         for name, parameter in layer.named_parameters():
             if name.endswith("scales"):
                 continue
             share = moe.experts_per_token / moe.num_experts if moe and ".experts." in name else 1
             flops = FLOPS_FP8 if id(parameter) in codes else full
             seconds += 2 * parameter.numel() * share / flops
-        launching += LAUNCH_SECONDS_PER_LAYER_FP8 if codes else LAUNCH_SECONDS_PER_LAYER
-    return int(launching / seconds)
+    return seconds
 
 
-def seconds_of_weights(target: Decoder) -> float:
-    """Returns how long reading the weights of the layers and the lm_head takes, by their bytes."""
-    modules = target.layers, target.lm_head
-    read = {id(weight): weight.nbytes for module in modules for weight in module.parameters()}
-    return sum(read.values()) / BYTES_PER_SECOND
+def _fp8_weights(layer: nn.Module) -> set[int]:
+    """Returns the ids of a layer's weights whose products are computed in FP8."""
+    return {
+        id(module.weight)
+        for module in layer.modules()
+        if isinstance(module, Linear) and (weight := module.fp8) is not None and weight.by_rows
+    }
 
 
 ShapeFor = Callable[[Sequence[ContextChunk]], "ContextInputs | None"]

@@ -27,7 +27,7 @@ from ..config import CudaGraphConfig, ExecutorConfig
 from ..errors import ConfigError
 from ..ops.launch.captures import capture_stream, no_garbage_collection
 from ..ops.layer import cublaslt
-from .context_inputs import ContextInputs, most_worth_capturing, seconds_of_weights
+from .context_inputs import ContextInputs, most_worth_capturing
 from .device_step import DeviceStep, PartialLaunch
 from .forward_step import StepOutputs
 from .generation_inputs import GenerationInputs
@@ -35,6 +35,7 @@ from .graph_key import GraphKey
 from .graph_recorder import GraphPart, GraphRecorder, HostPart, launch_parts
 from .guided_masks import GuidedMasks
 from .inputs import StepInputs
+from .joined_passes import JoinedPasses
 from .request import ContextChunk, ScheduledBatch, StepPlan
 from .step_costs import StepShape
 
@@ -89,7 +90,7 @@ class CudaGraphs:
         dozens of steps."""
         self._costs: dict[GraphKey, float] = {}  # seconds that it has cost to be without a graph
         self._seconds: dict[GraphKey, float] = {}  # of passes that have stood in
-        self._seconds_of_weights = seconds_of_weights(step.target)
+        self.joined = JoinedPasses(step.target, self.batch_sizes)
         # Where memory ends on one of several ranks, the others would not know.
         self._may_join = self.enable_padding and step.target.config.parallel.size == 1
         self.masks: GuidedMasks | None = None  # set once a request has a grammar
@@ -191,27 +192,27 @@ class CudaGraphs:
         return self._seconds[key]
 
     # -- prompts and generations -------------------------------------------------------------------
-    def pays_to_join(self, batch: ScheduledBatch, draft_len: int) -> bool:
+    def pays_to_join(self, plan: StepPlan) -> bool:
         """Whether parts of prompts and generations had better be one pass, which reads the weights
         once.
 
-        So it is where the pass has a graph, or once two passes have cost as much as its capture.
+        So it is where the pass has a graph, or once two passes have cost as much as its capture;
+        never where its padding costs more than it saves.
         """
+        batch = plan.batch
         shape, bucket = self.shape_for(batch.contexts), self.bucket(len(batch.generations))
         if not self._may_join or shape is None or bucket is None:
             return False
-        key = self._key_of_both(StepPlan(batch, num_drafts=draft_len, draft_len=draft_len), shape)
+        key = self._key_of_both(plan, shape)
         rows = key.num_beside * (self.step.shape.max_draft_len + 1)
         if shape.num_tokens + rows > self.max_num_tokens:  # there is room for captured states
             return False
-        return key in self._graphs or self._add_cost(key, self._seconds_of_weights)
+        saved = self.joined.seconds_saved(bucket, plan.num_drafts + 1)
+        return saved > 0 and (key in self._graphs or self._add_cost(key, saved))
 
     def _key_of_both(self, plan: StepPlan, shape: ContextInputs) -> GraphKey:
-        """Returns the key of a pass over parts of prompts and generations. Few sizes of these have
-        graphs: powers of two, and the largest."""
-        count = len(plan.batch.generations)
-        sizes = [size for size in self.batch_sizes if size & (size - 1) == 0]
-        size = next((size for size in sizes if size >= count), self.batch_sizes[-1])
+        """Returns the key of a pass over parts of prompts and generations."""
+        size = self.joined.size_for(len(plan.batch.generations))
         return GraphKey.of_contexts(plan, shape)._replace(num_beside=size)
 
     def run_both(self, shape: ContextInputs, plan: StepPlan) -> PartialLaunch | None:

@@ -38,7 +38,7 @@ from .host_drafts import draft_on_host
 from .observer import StepObserver, Watch
 from .request import Request, RequestState, ScheduledBatch, StepPlan, StopCheck
 from .results import Applied, LaunchedStep, RequestResult, StepReader
-from .runner import SizedPart, StepRunner
+from .runner import StepRunner
 from .saving import HiddenStatesSaver
 from .scheduler import Scheduler
 from .stats import Statistics
@@ -381,25 +381,27 @@ class PyExecutor:
     # -- run -----------------------------------------------------------------------------------
     def _launch_all(self, batch: ScheduledBatch) -> list[LaunchedStep]:
         """Launches a batch, in several steps where graphs ask for that."""
-        split = self.runner.split_for_graphs(batch)
-        parts = [SizedPart(part, self._draft_len.of(batch, part)) for part in split]
+        plans = [self._plan(batch, part) for part in self.runner.split_for_graphs(batch)]
         launched = []
-        for part, draft_len in self.runner.join_for_graphs(parts):
-            if part.generations:
-                self._draft_len.last = draft_len
-            self._pending.append(self._launch(part, draft_len))
+        for plan in self.runner.join_for_graphs(plans):
+            if plan.batch.generations:
+                self._draft_len.last = plan.draft_len
+            self._pending.append(self._launch(plan))
             launched.append(self._pending[-1])
         return launched
 
-    def _launch(self, batch: ScheduledBatch, draft_len: int) -> LaunchedStep:
-        """Launches one step, which proposes `draft_len` drafts, and starts to copy its results."""
+    def _plan(self, batch: ScheduledBatch, part: ScheduledBatch) -> StepPlan:
+        """Returns the plan of a part of a step's batch, or of all of it."""
+        draft_len = self._draft_len.of(batch, part)
         exactly = draft_len if self._draft_len.is_exact else None
-        num_drafts = self.runner.num_drafts_to_verify(batch.generations, exactly)
-        guided = self._guided(batch, num_drafts) if batch.is_guided else None
-        plan = StepPlan(
-            batch=batch,
-            num_drafts=num_drafts,
-            draft_len=draft_len,
+        num_drafts = self.runner.num_drafts_to_verify(part.generations, exactly)
+        return StepPlan(part, num_drafts, draft_len)
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launches one step, and starts to copy its results."""
+        batch = plan.batch
+        guided = self._guided(batch, plan.num_drafts) if batch.is_guided else None
+        plan = plan._replace(
             host_part=None if guided is None else guided.host_part,
             finish_before=self._finish_launches,
         )
@@ -408,7 +410,7 @@ class PyExecutor:
             self._finish_launches()  # the step before writes the drafts that are counted
         num_proposed = self.runner.count_proposed(batch, plan.num_drafts)
         launch = self.runner.run(plan)
-        most_asked = self.max_draft_len if exactly is None else exactly
+        most_asked = plan.draft_len if self._draft_len.is_exact else self.max_draft_len
         drafts_of = None if guided is None else partial(self.runner.drafts_of, batch)
         launched = self.reader.copy(
             plan, launch, num_proposed, guided, drafts_of, most_asked=most_asked

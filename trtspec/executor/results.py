@@ -238,9 +238,8 @@ class StepReader:
             results.ready.synchronize()
             launched.waited = time.perf_counter() - began
         arrays = results.new_tokens, results.new_tokens_lens, results.bad_requests
-        if launched.rows is not None:
-            arrays = arrays[0][launched.rows], arrays[1][launched.rows], arrays[2][launched.rows]
-        all_tokens, lens, is_bad = (array.tolist() for array in arrays)
+        rows = slice(None) if launched.rows is None else launched.rows
+        all_tokens, lens, is_bad = (array[rows].tolist() for array in arrays)
         tokens = [row[:length] for row, length in zip(all_tokens, lens, strict=True)]
         num_asked, num_proposed = _num_drafts(launched)
         prompts, batch = _prompt_parts(launched), launched.batch

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,13 +33,6 @@ from .graphs import CudaGraphs
 from .guided_masks import GuidedMasks
 from .inputs import EngineShape, build_inputs
 from .request import ContextChunk, Request, ScheduledBatch, StepPlan
-
-
-class SizedPart(NamedTuple):
-    """A part of a step that is launched by itself, and the drafts that it proposes."""
-
-    batch: ScheduledBatch
-    draft_len: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,25 +209,22 @@ class StepRunner:
             return [batch]
         return [replace(batch, contexts=[]), *parts]
 
-    def join_for_graphs(self, parts: list[SizedPart]) -> list[SizedPart]:
+    def join_for_graphs(self, plans: list[StepPlan]) -> list[StepPlan]:
         """Joins generations and the first pass over prompts to one, where that pays.
 
         Args:
-            parts: of one step, as `split_for_graphs` cut it.
+            plans: of one step, as `split_for_graphs` cut it.
         """
-        if self.graphs is None or len(parts) < 2 or not parts[0].batch.generations:
-            return parts
-        (generations, draft_len), (contexts, _), *rest = parts
-        both = ScheduledBatch(contexts.contexts, generations.generations)
-        is_plain = not both.is_guided and both.num_logprobs is None
+        if self.graphs is None or len(plans) < 2 or not plans[0].batch.generations:
+            return plans
+        generations, prompts, *rest = plans
+        batch = ScheduledBatch(prompts.batch.contexts, generations.batch.generations)
+        is_plain = not batch.is_guided and batch.num_logprobs is None
         is_packed = self.step.shape.max_verified_drafts is not None
         if not is_plain or is_packed or self.mode.is_save_hidden_states():
-            return parts
-        return (
-            [SizedPart(both, draft_len), *rest]
-            if self.graphs.pays_to_join(both, draft_len)
-            else parts
-        )
+            return plans
+        both = generations._replace(batch=batch)
+        return [both, *rest] if self.graphs.pays_to_join(both) else plans
 
     def run(self, plan: StepPlan) -> PartialLaunch:
         """Launches one step, by a graph if one holds it, else eagerly."""
