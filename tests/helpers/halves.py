@@ -23,7 +23,7 @@ class StepInHalves:
     """Runs a step in a thread of its own, which stops at each point until the host has done its
     part. Launching it goes to the first `DraftPoint`."""
 
-    is_replay = True
+    is_replay, rows = True, None
 
     def __init__(self, runner: StepRunner, plan: StepPlan):
         assert plan.host_part is not None
