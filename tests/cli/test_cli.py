@@ -387,9 +387,14 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(run, fake, monkeypatch, tmp_path)
         return real(self, prompts, params, **options)
 
     monkeypatch.setattr(fake, "generate", generate)
-    code, _, err = run(
-        *SWEEP, "--concurrency", "1,4", "--kinds", "code", "--temperatures", "0", "--csv", "t.csv"
-    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
+    try:
+        code, _, err = run(
+            *SWEEP, "--concurrency", "1,4", "--kinds", "code", "--temperatures", "0", "--csv",
+            "t.csv",
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert code == 143 and err.endswith("these are 1 of 2 cells.\nterminated\n")
     lines = (tmp_path / "t.csv").read_text().splitlines()[1:]
     assert {line.split(",")[0] for line in lines} == {"1"}

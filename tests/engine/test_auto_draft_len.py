@@ -648,7 +648,7 @@ def test_a_larger_pass_over_prompts_stands_in_for_one_that_is_not_captured() -> 
         for n in (128, 256, 512)
     ]
     graphs: Any = object.__new__(CudaGraphs)
-    graphs.contexts, graphs._graphs, graphs._padding = shapes, {}, {}
+    graphs.contexts, graphs._graphs, graphs._costs = shapes, {}, {}
     graphs._seconds_of_pass = lambda shape, plan: 1e-4 * shape.num_tokens
     graphs.capture_seconds = [0.05]
     captured, ran = [], []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from eager_graphs import EagerGraphs
 from embeds import embeds_prompt, greedy_with_embeds, mrope_positions_of_prompt, vl_model_dir
 from matrix import Drafters, config_of, make_drafters
 from oracle import VOCAB, random_prompts
@@ -15,13 +16,19 @@ from perfect_schedules import NAMES, Schedule, make_case
 from tiny_heads import mtp_model_dir
 from uncaptured import PaddedTorch, Uncaptured
 
-from trtspec import LLM, KvCacheConfig, MTPDecodingConfig, SAEnhancerConfig, SamplingParams
+from trtspec import (
+    LLM,
+    CudaGraphConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    SAEnhancerConfig,
+    SamplingParams,
+)
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.checkpoints.hf_config import parse_config
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
 from trtspec.executor import build
-from trtspec.executor.graphs import CudaGraphs
 from trtspec.executor.joined_passes import JoinedPasses
 from trtspec.executor.request import ContextChunk, Request, ScheduledBatch, StepPlan
 from trtspec.models.decoder import Decoder
@@ -223,12 +230,8 @@ def test_padding_may_cost_more_than_a_second_look_at_the_weights() -> None:
 def test_a_pass_is_joined_once_that_has_paid_for_its_graph(target_dir: Path) -> None:
     """And where its padding costs less than it saves, whether it has a graph or not."""
     executor = engine(target_dir, None, max_batch_size=40, max_num_tokens=128).executor
-    stand_in = Uncaptured(executor, [16, 100])
-    graphs = object.__new__(CudaGraphs)  # without a device
-    graphs.step, graphs.contexts = executor.runner.step, stand_in.shapes
-    graphs.enable_padding = graphs._may_join = True
-    graphs.batch_sizes, graphs.max_num_tokens = [1, 2, 4, *range(8, 41, 8)], 128
-    graphs._graphs, graphs._costs, graphs.capture_seconds = {}, {}, [0.1]
+    graphs = EagerGraphs(executor, CudaGraphConfig(context_tokens=[16, 100]))
+    graphs.capture_seconds = [0.1]
     graphs.joined = JoinedPasses(_large_target(), graphs.batch_sizes)
     graphs.joined.seconds_of_weights = saved = 0.04
     requests = [executor.make_request([3] * 20, SamplingParams(4)) for _ in range(41)]
