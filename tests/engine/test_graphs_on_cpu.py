@@ -95,6 +95,14 @@ def test_passes_are_joined_once_apart_has_cost_a_capture(
         assert request.output_token_ids == oracle.extend([5, 7, 2], 12)
 
 
+def test_passes_stay_apart_where_memory_is_short(target_dir: Path, drafters: Drafters) -> None:
+    llm = engine(target_dir, "none", drafters)
+    graphs = EagerGraphs(llm.executor)
+    graphs.joined.seconds_of_weights, graphs.has_spare_memory = 1.0, False
+    llm.generate(PROMPTS, SamplingParams(max_tokens=4, ignore_eos=True))
+    assert not joined(graphs)
+
+
 def test_log_probabilities_are_read_from_passes_apart(target_dir: Path, drafters: Drafters) -> None:
     llm = engine(target_dir, "none", drafters)
     graphs = EagerGraphs(llm.executor)

@@ -34,7 +34,7 @@ class EagerGraphs(graphs.CudaGraphs):
             super().__init__(
                 runner.step, executor.config, config or CudaGraphConfig(), executor.device
             )
-        runner.graphs = self
+        runner.graphs, self.has_spare_memory = self, True
 
     def _capture(self, key: GraphKey) -> graphs._Captured:
         self.inputs.clear()
@@ -48,6 +48,9 @@ class EagerGraphs(graphs.CudaGraphs):
 
         self.capture_seconds.append(graphs.SECONDS_OF_CAPTURE)
         return graphs._Captured(parts=[GraphPart(_Eager(again), None)], outputs=outputs, rows={})
+
+    def _has_spare_memory(self) -> bool:
+        return self.has_spare_memory
 
     def _whole(self, key: GraphKey) -> StepOutputs | None:
         outputs = self._run_step(key)

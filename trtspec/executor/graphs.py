@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS_OF_CAPTURE = 0.05  # before any was timed
 TIMINGS = 2  # of a step, of which the least counts
+SPARE_BYTES = 1 << 30  # of free memory, for graphs that a step cannot do without
 IN_A_ROW = 4  # steps that are timed together: so the host's launches are hidden, as in use
 
 
@@ -208,7 +209,13 @@ class CudaGraphs:
         if shape.num_tokens + rows > self.max_num_tokens:  # there is room for captured states
             return False
         saved = self.joined.seconds_saved(bucket, plan.num_drafts + 1)
-        return saved > 0 and (key in self._graphs or self._add_cost(key, saved))
+        if saved <= 0 or key in self._graphs:
+            return saved > 0
+        return self._add_cost(key, saved) and self._has_spare_memory()
+
+    def _has_spare_memory(self) -> bool:
+        """Whether a graph that could be done without leaves enough for those that could not."""
+        return torch.cuda.mem_get_info(self.device)[0] > SPARE_BYTES
 
     def _key_of_both(self, plan: StepPlan, shape: ContextInputs) -> GraphKey:
         """Returns the key of a pass over parts of prompts and generations."""
