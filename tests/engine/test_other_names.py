@@ -28,7 +28,7 @@ from trtspec import (
     SaveHiddenStatesDecodingConfig,
 )
 from trtspec.config import CONFIG_OF_MODE, DecodingBaseConfig, EngineConfig
-from trtspec.config.decoding import CONFIG_OF_TYPE, METHODS, resolve_speculative_config
+from trtspec.config.modes import CONFIG_OF_TYPE, METHODS, resolve_speculative_config
 from trtspec.errors import CheckpointError, ConfigError, RequestError
 from trtspec.other_names import NOT_HERE, OURS
 
