@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 from eager_graphs import EagerGraphs
-from matrix import Drafters, config_of, full, make_drafters
+from matrix import Drafters, config_of, make_drafters
 from oracle import VOCAB, Oracle
-from test_context_inputs import ContextsInTriton
 from tiny_heads import mtp_model_dir
+from uncaptured import PaddedTorch
 
 from trtspec import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
 from trtspec.executor import build
 from trtspec.executor.graph_key import GraphKey
 
-MODES = ["none", "eagle3", *(["sa", "mtp_eagle", "draft_target", "dflash"] if full() else [])]
+MODES = ["none", "sa", "eagle3", "mtp_eagle", "draft_target", "dflash"]
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
 
 
 @pytest.fixture(autouse=True)
-def small_shapes_in_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    backend = ContextsInTriton()
+def small_shapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    backend = PaddedTorch()
     monkeypatch.setattr(build, "attention_backend", lambda name, device: backend)
     monkeypatch.setattr("trtspec.executor.context_inputs.TOKENS_PER_CONTEXT", 4)
     yield
