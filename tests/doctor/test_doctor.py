@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import thinned
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model_dir
 from torch import Tensor
@@ -196,7 +197,7 @@ EAGLE3 = {
 }
 
 
-@pytest.mark.parametrize("name", EAGLE3)
+@pytest.mark.parametrize("name", thinned(list(EAGLE3), 2))
 def test_a_sabotaged_eagle3_head(eagle3: Case, tmp_path: Path, name: str) -> None:
     head = eagle3.sabotaged(tmp_path, EAGLE3[name])
     diagnosis = diagnose(eagle3.target, head, "eagle", eagle3.texts)
