@@ -176,8 +176,7 @@ def test_launching_a_generation_step_waits_for_nothing(
     batch = executor._schedule()
     assert len(batch.generations) == 2
     with steady.no_waiting():
-        draft_len = executor._draft_len.of(batch, batch)
-        executor._pending.append(executor._launch(batch, draft_len))
+        executor._pending.append(executor._launch(executor._plan(batch, batch)))
     for request in executor.run_until_done():
         assert len(request.output_token_ids) == 30
 
