@@ -326,14 +326,13 @@ class Model:
         """Of all passes of a step, with one row for a request in each. kind: "eagle3", "mtp",
         "dflash", "dflash2", or anything else for no drafter. `is_fp8`: `PRODUCTS_OF_HEADS` are."""
         c = self.decoder
+        ends = c.vocab_size * c.hidden_size * (1 if is_fp8 else ITEM_SIZE)  # the target's lm_head
         if kind in ("dflash", "dflash2"):  # one pass, and keys and values of the context
             shapes = self.dflash_head(num_passes + 1, kind).shapes
             shapes = {n: s for n, s in shapes.items() if "codebook" not in n}  # a few rows of it
             context = {n: s for n, s in shapes.items() if "k_proj" in n or "v_proj" in n}
-            ends = c.vocab_size * c.hidden_size * ITEM_SIZE
             return self._bytes(shapes, batch, is_fp8) + self._bytes(context, batch) + ends
-        if kind == "mtp":  # the target's lm_head, at each pass
-            ends = c.vocab_size * c.hidden_size * ITEM_SIZE
+        if kind == "mtp":
             prefix = f"model.layers.{c.num_layers}."
             shapes = _below(prefix, self.target(1).shapes)
             return num_passes * (self._bytes(shapes, batch, is_fp8) + ends)

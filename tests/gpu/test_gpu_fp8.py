@@ -20,7 +20,7 @@ from test_gpu_kernels import (
 )
 from tiny import tiny_model_dir
 from tiny_dflash import dflash_dir
-from tiny_heads import SIZE, eagle3_dir
+from tiny_heads import SIZE, eagle1_dir, eagle3_dir
 from torch import Tensor
 
 from trtspec import (
@@ -33,7 +33,7 @@ from trtspec import (
 )
 from trtspec.checkpoints import place
 from trtspec.config import DecodingBaseConfig
-from trtspec.layers import fused
+from trtspec.layers import fused, linear
 from trtspec.layers.linear import Linear
 from trtspec.layers.norm import RMSNorm
 from trtspec.ops.layer.activation import SWIGLU
@@ -210,11 +210,14 @@ def _drafter(kind: str, folder: Path) -> DecodingBaseConfig:
     if kind == "dflash":
         head = dflash_dir(folder, draft_vocab=40)
         return DFlashDecodingConfig(max_draft_len=4, speculative_model=head, quant="fp8")
+    if kind == "eagle1":  # its lm_head is the target's
+        head = eagle1_dir(folder)
+        return EagleDecodingConfig(max_draft_len=3, speculative_model=head, quant="fp8")
     model = tiny_model_dir(folder, seed=5, hidden_size=128, num_attention_heads=4)
     return DraftTargetDecodingConfig(max_draft_len=3, speculative_model=model, quant="fp8")
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "draft_target"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "eagle1", "draft_target"])
 def test_quantised_drafters(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their logits are those of the CPU with the same codes, and greedy text is the target's."""
     target, config = tiny_model_dir(tmp_path, num_hidden_layers=6), _drafter(kind, tmp_path)
@@ -224,6 +227,7 @@ def test_quantised_drafters(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
     plain = make(device="cpu").generate(prompts, asked)
     expected = [output.outputs[0].token_ids for output in plain]
     monkeypatch.setattr(place, "has_fp8", lambda device: True)
+    monkeypatch.setattr(linear, "_can_pack", lambda dtype: False)  # packed weights are not copied
     logits: dict[str, list[Tensor]] = {"cpu": [], "cuda": []}
     for device, made in logits.items():
         llm = make(config, device=device, cuda_graph_config=None)
@@ -245,7 +249,7 @@ def test_quantised_drafters(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "draft_target"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "eagle1", "draft_target"])
 def test_a_step_with_a_quantised_drafter_is_one_graph_that_waits_for_nothing(
     kind: str, tmp_path: Path
 ) -> None:

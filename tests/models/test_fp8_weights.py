@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_heads
 import torch
 from loading import ON_CPU, UNPACKED_HEAD
 from oracle import prompt_tensors, random_prompts
@@ -41,6 +42,7 @@ from trtspec import (
     SamplingParams,
 )
 from trtspec.checkpoints import place
+from trtspec.checkpoints.heads import load as head_loading
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.checkpoints.place import WeightForm, weight_form
@@ -50,6 +52,7 @@ from trtspec.distributed.comm import Communicator
 from trtspec.distributed.logits import whole
 from trtspec.distributed.parallel import ONE_RANK, Cut, Parallel
 from trtspec.executor import build
+from trtspec.layers import linear
 from trtspec.layers.experts import Experts
 from trtspec.layers.linear import Linear
 from trtspec.models.decoder import Decoder
@@ -563,6 +566,7 @@ def test_a_quantised_drafter_is_one_of_the_rounded_weights(
     assert not are_close(drafted(target, config_of(speculative_model=head))[1], exact), (
         "nothing is rounded"
     )
+    monkeypatch.setattr(head_loading, "_copy_lm_head", lambda head, target: None)
     for _ in ("floats with FP8's values", "FP8"):
         tokens, logits = drafted(target, quantised)
         assert tokens == plain and are_close(logits, exact)
@@ -571,6 +575,63 @@ def test_a_quantised_drafter_is_one_of_the_rounded_weights(
     llm = LLM(target, quantised, device="cpu", dtype="float32", max_seq_len=64)
     assert fp8_modules(llm.executor.draft_model) == modules
     llm.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "dflash2", "mtp"])
+def test_a_shared_lm_head_is_copied(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are chosen by its FP8 values. Verification reads the target's own, as before."""
+    make, config_of, modules = HEADS[kind]
+    head = make(tmp_path)
+    target = head if kind == "mtp" else tiny_model_dir(tmp_path, num_hidden_layers=6)
+    config = config_of(speculative_model=head, quant="fp8")
+    make_llm = partial(LLM, target, device="cpu", dtype="float32", max_seq_len=64)
+    plain, _ = drafted(target, None)
+    monkeypatch.setattr(place, "has_fp8", lambda device: True)
+    monkeypatch.setattr(linear, "_can_pack", lambda dtype: False)  # as on a GPU
+    llm = make_llm(config)
+    model, theirs = llm.executor.draft_model, llm.executor.target.lm_head
+    ours = model.lm_head_of_step(0)
+    assert theirs.fp8 is None and ours.fp8 is not None
+    assert model.shares_lm_head and model.lm_head_of_step(1) is ours
+    assert torch.equal(dequantize(ours.fp8, F32), dequantize(quantize(theirs.weight), F32))
+    assert fp8_modules(model) == {*modules, "lm_head"}
+    outputs = llm.generate(random_prompts(4), SamplingParams(max_tokens=12, ignore_eos=True))
+    assert [output.outputs[0].token_ids for output in outputs] == plain
+    llm.shutdown()
+    executor = make_llm(replace(config, quant=None)).executor
+    assert executor.draft_model.lm_head_of_step(0) is executor.target.lm_head
+    executor.shutdown()
+
+
+def test_each_rank_copies_its_part_of_a_shared_lm_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 65 tokens two ranks have 33 rows, the last of which is no token's."""
+    monkeypatch.setattr(tiny_heads, "VOCAB", 65)
+    target, path = tiny_model_dir(tmp_path, vocab_size=65), eagle1_dir(tmp_path)
+    how = replace(UNPACKED_HEAD, form=WeightForm(keeps_fp8=True, quantizes=True))
+
+    def of_rank(comm: Communicator) -> Tensor:
+        decoder = load(target, parallel=Parallel(comm), pack=False)
+        lm_head = load_head(path, decoder, HeadRequest(), how).lm_head
+        assert isinstance(lm_head, Linear) and lm_head.shard == decoder.lm_head.shard
+        return dequantize(lm_head.fp8, F32)
+
+    parts = torch.cat(ThreadRanks(2).run(of_rank))
+    exact = load(target, pack=False).lm_head.weight
+    assert torch.equal(parts[:65], dequantize(quantize(exact), F32))
+    assert torch.equal(parts[65], torch.zeros_like(parts[65]))
+
+
+def test_an_lm_head_that_is_not_finite_is_not_copied(tmp_path: Path) -> None:
+    target, path = tiny_model_dir(tmp_path), eagle1_dir(tmp_path)
+    decoder = load(target, pack=False)
+    decoder.lm_head.weight[3, 4] = float("inf")
+    how = replace(UNPACKED_HEAD, form=WeightForm(keeps_fp8=True, quantizes=True))
+    with pytest.raises(CheckpointError, match=r"lm_head holds weights that are .*leave quant out"):
+        load_head(path, decoder, HeadRequest(), how)
 
 
 @pytest.mark.parametrize("keeps_fp8", [False, True])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
+from ..distributed.parallel import Cut
 from ..errors import CheckpointError
 from ..layers.experts import Experts
 from ..layers.linear import Linear
@@ -221,6 +222,22 @@ def _group(
     return group if is_read else None
 
 
+def fp8_copy(layer: Linear) -> Linear:
+    """Returns a copy in FP8 of a layer without a bias, with a scale for each row.
+
+    Raises:
+        CheckpointError: a weight is NaN or infinite.
+    """
+    assert layer.weight is not None and layer.bias is None
+    with torch.device("meta"):
+        copy = Linear(layer.in_features, layer.out_features, bias=False, shard=layer.shard)
+    weight = layer.weight.data
+    to = _empty_fp8(weight.shape, layer.in_features, weight.device)
+    _quantize_into(to, weight, weight.device, "The model's lm_head")
+    copy.hold_fp8(to)
+    return copy
+
+
 def _place_product(
     to: _Into, source: TensorSource, placement: Placement, device: torch.device
 ) -> None:
@@ -238,18 +255,30 @@ def _place_product(
     tensor = source.read(None if cuts_columns else cut)
     if placement.order is not None:
         tensor = tensor[placement.order]
-    for rows in _rows_at_once(tensor.shape):
-        part = tensor[rows].to(device)
+    columns = cut if cuts_columns else None
+    _quantize_into(to, tensor, device, f"{source.name} in {source.path}", columns)
+
+
+def _quantize_into(
+    to: _Into, weight: Tensor, device: torch.device, name: str, columns: Cut | None = None
+) -> None:
+    """Puts float weights, or the given columns of them, where they belong, as FP8 or its values.
+
+    Args:
+        name: of the weight, for people.
+    """
+    for rows in _rows_at_once(weight.shape):
+        part = weight[rows].to(device)
         if not bool(torch.isfinite(part).all()):
             raise CheckpointError(
-                f"{source.name} in {source.path} holds weights that are NaN or infinite, which "
-                "FP8 has not. Copy the checkpoint again from its source, or leave quant out."
+                f"{name} holds weights that are NaN or infinite, which FP8 has not. Copy the "
+                "checkpoint again from its source, or leave quant out."
             )
-        weight = quantize(part)
-        if cut is not None and cuts_columns:
-            codes = weight.codes.narrow(1, cut.start, cut.length)
-            weight = Fp8Weight(codes, weight.scales, cut.length)
-        _copy(_each(to, itemgetter(rows)), weight)
+        quantized = quantize(part)
+        if columns is not None:
+            codes = quantized.codes.narrow(1, columns.start, columns.length)
+            quantized = Fp8Weight(codes, quantized.scales, columns.length)
+        _copy(_each(to, itemgetter(rows)), quantized)
 
 
 def _rows_at_once(shape: torch.Size) -> Iterator[tuple[int | slice, ...]]:
