@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import steady
+import tiny
+import tiny_dflash
+import tiny_heads
 import torch
 import torch.nn.functional as F
 from test_gpu_kernels import (
@@ -220,6 +223,9 @@ def _drafter(kind: str, folder: Path) -> DecodingBaseConfig:
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "eagle1", "draft_target"])
 def test_quantised_drafters(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their logits are those of the CPU with the same codes, and greedy text is the target's."""
+    monkeypatch.setitem(tiny.DEFAULTS, "vocab_size", 96)  # of which an lm_head in FP8 can be made
+    for module in (tiny_heads, tiny_dflash):
+        monkeypatch.setattr(module, "VOCAB", 96)
     target, config = tiny_model_dir(tmp_path, num_hidden_layers=6), _drafter(kind, tmp_path)
     prompts = [[5, 9, 33, 7, 60, 2, 41], [17, 3, 8], [50, 51, 52, 53, 54]]
     asked = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -13,7 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
+import tiny
+import tiny_dflash
 import tiny_heads
 import torch
 from loading import ON_CPU, UNPACKED_HEAD
@@ -51,7 +54,7 @@ from trtspec.checkpoints.weights import load_decoder
 from trtspec.distributed.comm import Communicator
 from trtspec.distributed.logits import whole
 from trtspec.distributed.parallel import ONE_RANK, Cut, Parallel
-from trtspec.executor import build
+from trtspec.executor import build, drafters
 from trtspec.layers import linear
 from trtspec.layers.experts import Experts
 from trtspec.layers.linear import Linear
@@ -566,7 +569,8 @@ def test_a_quantised_drafter_is_one_of_the_rounded_weights(
     assert not are_close(drafted(target, config_of(speculative_model=head))[1], exact), (
         "nothing is rounded"
     )
-    monkeypatch.setattr(head_loading, "_copy_lm_head", lambda head, target: None)
+    for module in (head_loading, drafters):
+        monkeypatch.setattr(module, "lm_head_for_drafts", lambda lm_head, form: lm_head)
     for _ in ("floats with FP8's values", "FP8"):
         tokens, logits = drafted(target, quantised)
         assert tokens == plain and are_close(logits, exact)
@@ -577,12 +581,28 @@ def test_a_quantised_drafter_is_one_of_the_rounded_weights(
     llm.shutdown()
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "dflash2", "mtp"])
-def test_a_shared_lm_head_is_copied(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def set_vocabulary(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Gives the models and prompts made from now on so many tokens."""
+
+    def set_size(size: int) -> None:
+        monkeypatch.setitem(tiny.DEFAULTS, "vocab_size", size)
+        for module in (tiny_heads, tiny_dflash, oracle):
+            monkeypatch.setattr(module, "VOCAB", size)
+
+    return set_size
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "dflash2", "mtp", "draft_target"])
+def test_drafts_are_chosen_by_a_copy_of_the_lm_head(
+    tmp_path: Path,
+    kind: str,
+    set_vocabulary: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Drafts are chosen by its FP8 values. Verification reads the target's own, as before."""
+    """In FP8. A head's is of the target's, which verifies by its own as before."""
     make, config_of, modules = HEADS[kind]
+    set_vocabulary(96)
     head = make(tmp_path)
     target = head if kind == "mtp" else tiny_model_dir(tmp_path, num_hidden_layers=6)
     config = config_of(speculative_model=head, quant="fp8")
@@ -592,25 +612,28 @@ def test_a_shared_lm_head_is_copied(
     monkeypatch.setattr(linear, "_can_pack", lambda dtype: False)  # as on a GPU
     llm = make_llm(config)
     model, theirs = llm.executor.draft_model, llm.executor.target.lm_head
-    ours = model.lm_head_of_step(0)
+    if kind == "draft_target":
+        ours, exact = model.lm_head, load(head, pack=False).lm_head.weight
+    else:
+        ours, exact = model.lm_head_of_step(0), theirs.weight
+        assert model.shares_lm_head and model.lm_head_of_step(1) is ours
     assert theirs.fp8 is None and ours.fp8 is not None
-    assert model.shares_lm_head and model.lm_head_of_step(1) is ours
-    assert torch.equal(dequantize(ours.fp8, F32), dequantize(quantize(theirs.weight), F32))
+    assert torch.equal(dequantize(ours.fp8, F32), dequantize(quantize(exact), F32))
     assert fp8_modules(model) == {*modules, "lm_head"}
     outputs = llm.generate(random_prompts(4), SamplingParams(max_tokens=12, ignore_eos=True))
     assert [output.outputs[0].token_ids for output in outputs] == plain
     llm.shutdown()
     executor = make_llm(replace(config, quant=None)).executor
-    assert executor.draft_model.lm_head_of_step(0) is executor.target.lm_head
+    assert fp8_modules(executor.draft_model) == set()
     executor.shutdown()
 
 
 def test_each_rank_copies_its_part_of_a_shared_lm_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, set_vocabulary: Callable[[int], None]
 ) -> None:
-    """Of 65 tokens two ranks have 33 rows, the last of which is no token's."""
-    monkeypatch.setattr(tiny_heads, "VOCAB", 65)
-    target, path = tiny_model_dir(tmp_path, vocab_size=65), eagle1_dir(tmp_path)
+    """Of 63 tokens two ranks have 32 rows, the last of which is no token's."""
+    set_vocabulary(63)
+    target, path = tiny_model_dir(tmp_path), eagle1_dir(tmp_path)
     how = replace(UNPACKED_HEAD, form=WeightForm(keeps_fp8=True, quantizes=True))
 
     def of_rank(comm: Communicator) -> Tensor:
@@ -621,11 +644,20 @@ def test_each_rank_copies_its_part_of_a_shared_lm_head(
 
     parts = torch.cat(ThreadRanks(2).run(of_rank))
     exact = load(target, pack=False).lm_head.weight
-    assert torch.equal(parts[:65], dequantize(quantize(exact), F32))
-    assert torch.equal(parts[65], torch.zeros_like(parts[65]))
+    assert torch.equal(parts[:63], dequantize(quantize(exact), F32))
+    assert torch.equal(parts[63], torch.zeros_like(parts[63]))
 
 
-def test_an_lm_head_that_is_not_finite_is_not_copied(tmp_path: Path) -> None:
+def test_an_lm_head_of_97_tokens_is_not_copied(tmp_path: Path) -> None:
+    """Products of FP8 would make it floats again at every pass."""
+    lm_head = load(tiny_model_dir(tmp_path), pack=False).lm_head
+    assert place.lm_head_for_drafts(lm_head, WeightForm(keeps_fp8=True, quantizes=True)) is lm_head
+
+
+def test_an_lm_head_that_is_not_finite_is_not_copied(
+    tmp_path: Path, set_vocabulary: Callable[[int], None]
+) -> None:
+    set_vocabulary(96)
     target, path = tiny_model_dir(tmp_path), eagle1_dir(tmp_path)
     decoder = load(target, pack=False)
     decoder.lm_head.weight[3, 4] = float("inf")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -222,18 +223,23 @@ def _group(
     return group if is_read else None
 
 
-def fp8_copy(layer: Linear) -> Linear:
-    """Returns a copy in FP8 of a layer without a bias, with a scale for each row.
+def lm_head_for_drafts(lm_head: Any, form: WeightForm) -> Any:
+    """Returns what a drafter of this form chooses by: a model's lm_head, or an FP8 copy of it.
+
+    It is the model's own where FP8 is not kept, and where 16 does not divide its sizes.
 
     Raises:
         CheckpointError: a weight is NaN or infinite.
     """
-    assert layer.weight is not None and layer.bias is None
+    if not (form.keeps_fp8 and form.quantizes and isinstance(lm_head, Linear)):
+        return lm_head
+    weight, shard = lm_head.weight, lm_head.shard
+    if weight is None or lm_head.bias is not None or any(n % ALIGNMENT for n in weight.shape):
+        return lm_head
     with torch.device("meta"):
-        copy = Linear(layer.in_features, layer.out_features, bias=False, shard=layer.shard)
-    weight = layer.weight.data
-    to = _empty_fp8(weight.shape, layer.in_features, weight.device)
-    _quantize_into(to, weight, weight.device, "The model's lm_head")
+        copy = Linear(lm_head.in_features, lm_head.out_features, bias=False, shard=shard)
+    to = _empty_fp8(weight.shape, lm_head.in_features, weight.device)
+    _quantize_into(to, weight.data, weight.device, "The model's lm_head")
     copy.hold_fp8(to)
     return copy
 

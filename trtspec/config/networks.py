@@ -64,9 +64,8 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
             0 is all. None is what the head's config.json says (`draft_window`), else all. All keys
             and values are kept, so it changes neither memory nor the prefix cache.
         quant: "fp8" quantises the head's large products as `EngineConfig.quant` does the target's:
-            o_proj, the MLP, experts and the lm_head. Of a shared lm_head drafts have a copy then, on
-            a GPU. They take less time and may be a little worse; the answers are the target's all
-            the same.
+            o_proj, the MLP, experts and the lm_head (of a shared one a copy, on a GPU). Drafts take
+            less time and may be a little worse; the answers are the target's all the same.
     """
 
     max_draft_len: int = 0

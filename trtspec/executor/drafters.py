@@ -20,7 +20,7 @@ from ..checkpoints.heads.load import load_head
 from ..checkpoints.heads.masked import pard_token
 from ..checkpoints.heads.records import HeadRequest
 from ..checkpoints.hf_config import load_config
-from ..checkpoints.place import LoadOptions, form_of_drafter
+from ..checkpoints.place import LoadOptions, form_of_drafter, lm_head_for_drafts
 from ..checkpoints.tokenizer import load_tokenizer, token_problem
 from ..checkpoints.weights import finish, load_decoder
 from ..checkpoints.zoo import is_of_package, resolve_model
@@ -236,12 +236,10 @@ class DraftTargetLoader(DrafterLoader[DraftTargetDecodingConfig]):
         problem = token_problem(self.draft_config.vocab_size, vocab_size, *tokenizers)
         if problem:
             raise ConfigError(problem)
-        draft = load_decoder(
-            self.directory,
-            target.options_of_drafter(self.spec.quant, pack=False),
-            self._parallel(target.config.parallel),
-        )
+        options = target.options_of_drafter(self.spec.quant, pack=False)
+        draft = load_decoder(self.directory, options, self._parallel(target.config.parallel))
         draft.keep_logits(vocab_size)
+        draft.lm_head = lm_head_for_drafts(draft.lm_head, options.form)
         finish(draft, target.options.device)
         keep_kv_finite(draft)
         return LoadedDrafter(

@@ -21,7 +21,6 @@ from ...checks import MAX_SIZE, is_int
 from ...config import MAX_DRAFT_LEN
 from ...distributed.parallel import WHOLE
 from ...errors import CheckpointError
-from ...layers.linear import Linear
 from ...layers.norm import RMSNorm
 from ...models.config import DecoderConfig
 from ...models.cut import check_cut
@@ -31,7 +30,7 @@ from ...models.drafters.clustered_head import ClusteredHead
 from ...models.placement import Placement
 from ..dequantized import dequantized
 from ..files import read_json_object
-from ..place import ALIGNMENT, LoadOptions, fp8_copy, place_tensors
+from ..place import LoadOptions, lm_head_for_drafts, place_tensors
 from ..tensors import TensorSource, open_checkpoint, some
 from ..weights import finish, placements, shape_problem, sizes_alone
 from ..zoo import HEADS, hub_advice, resolve_head
@@ -125,20 +124,12 @@ def load_head(
     finish(head, options.device, options.pack)
     keep_kv_finite(head)
     head.share(target)
-    if options.form.keeps_fp8 and options.form.quantizes:
-        _copy_lm_head(head, target)
-    return head.eval()
-
-
-def _copy_lm_head(head: DraftHead, target: HeadTarget) -> None:
-    """Gives the head an FP8 copy of the lm_head that it shares with the target."""
-    shared, owners = target.lm_head, {"": head, **head.owners_of_ends()}.values()
-    sharing = [owner for owner in owners if owner.lm_head is shared]
-    is_served = isinstance(shared, Linear) and shared.in_features % ALIGNMENT == 0
-    if sharing and is_served and shared.weight is not None and shared.bias is None:
-        copy = fp8_copy(shared)
+    owners = {"": head, **head.owners_of_ends()}.values()
+    if sharing := [owner for owner in owners if owner.lm_head is target.lm_head]:
+        lm_head = lm_head_for_drafts(target.lm_head, options.form)
         for owner in sharing:
-            owner.lm_head = copy
+            owner.lm_head = lm_head
+    return head.eval()
 
 
 def _of_old_call(
