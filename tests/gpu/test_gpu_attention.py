@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -248,9 +248,12 @@ def test_each_is_used_where_it_pays(
     case, calls = make(lengths(requests, 100), rows, dim=dim), list[Cluster]()
     expected = attend(case, Way(dim, Cluster(*cluster)))
     clusters = csrc_kernels.attend_clusters
-    monkeypatch.setattr(
-        csrc_kernels, "attend_clusters", lambda *args: (calls.append(args[-1]), clusters(*args))
-    )
+
+    def recording(*args: Any) -> None:
+        calls.append(args[-1])
+        clusters(*args)
+
+    monkeypatch.setattr(csrc_kernels, "attend_clusters", recording)
     assert torch.equal(triton_generations.paged_attention(*case), expected)
     assert calls == [cluster]
 

@@ -61,6 +61,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "step_times"
 
 
+def _auto(llm: LLM) -> AutoDraftLen:
+    draft_len = llm.executor._draft_len
+    assert isinstance(draft_len, AutoDraftLen)
+    return draft_len
+
+
 @pytest.mark.parametrize("mode", ["ngram", "eagle3", "mtp_eagle", "dflash", "eagle3_two_engine"])
 def test_tokens_stay_while_lengths_change_at_every_step(
     target_dir: Path, drafters: Drafters, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -99,7 +105,7 @@ def test_times_are_measured_at_the_first_start(
     config = config_of("eagle3", 3, drafters, draft_len_schedule="auto")
     llm = LLM(target_dir, config, **ENGINE)
     rows = json.loads(next(cache.glob("*.json")).read_text())
-    lengths = llm.executor._draft_len.lengths
+    lengths = _auto(llm).lengths
     assert {(size, greedy, k) for size, greedy, _, k, *_ in rows} == set(
         itertools.product((2, 4), (True, False), lengths)
     )
@@ -171,7 +177,7 @@ def test_a_missing_graph_is_captured_once_it_would_have_paid(
     monkeypatch.setattr(StepCosts, "add", lambda *args: None)
     monkeypatch.setattr(choose_draft_len, "_capture", lambda *args: None)
     llm = LLM(target_dir, config, **ENGINE)
-    graphs, auto = llm.executor.graphs, llm.executor._draft_len
+    graphs, auto = llm.executor.graphs, _auto(llm)
     params = [SamplingParams(max_tokens=120, ignore_eos=True)] * 4
     prompts = [[3, 5 + i] for i in range(4)]
     for _ in range(200):
@@ -232,7 +238,7 @@ def test_a_length_whose_graph_finds_no_memory_is_given_up(
     monkeypatch.setattr(CudaGraphs, "_capture_inert", capture_some)
     config = config_of("eagle3", 3, drafters, draft_len_schedule="auto")
     llm = LLM(target_dir, config, **ENGINE)
-    auto = llm.executor._draft_len
+    auto = _auto(llm)
     auto.chosen = 2
     params = [SamplingParams(max_tokens=90, ignore_eos=True)] * 2
     prompts = [[3, 5], [7, 9, 4]]

@@ -72,7 +72,7 @@ def test_vanilla_mtp_drafts_as_on_cpu(vl_dir: Path, tmp_path: Path, chunk: int) 
             target, VANILLA, device=device, dtype="float32", max_seq_len=64, max_batch_size=1,
             max_num_tokens=chunk, enable_chunked_prefill=True, cuda_graph_config=None,
         )  # fmt: skip
-        worker, rows = llm.executor.worker, []
+        worker, rows = llm.executor.worker, list[torch.Tensor]()
         propose = worker.propose
 
         def keeping(row: torch.Tensor, *rest: Any, rows=rows, propose=propose) -> torch.Tensor:  # type: ignore[no-untyped-def]

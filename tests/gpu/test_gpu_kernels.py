@@ -251,7 +251,7 @@ def test_rope_and_cache(
     caches = [
         torch.zeros(scratch + 1, 2, kv_heads, dim, dtype=dtype, device="cuda")[:, 1] for _ in "kv"
     ]
-    to = CacheWrite(*caches, slots, scratch_slot=scratch)
+    to = CacheWrite(caches[0], caches[1], slots, scratch_slot=scratch)
     q = fused.qkv_rope_and_write((x,), layer, (norm,), rope, q_heads, to)
     assert served == (["linear_rope"] if dtype == torch.bfloat16 else [])
     qkv = _product(_exact(x, norm), layer).view(rows, -1, dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_experts_equal_a_loop(
     for name, out in ways.items():
         assert out.dtype == dtype, name
         torch.testing.assert_close(
-            out.cpu().double(), expected, atol=bound, rtol=bound, msg=lambda m, name=name: name + m
+            out.cpu().double(), expected, atol=bound, rtol=bound, msg=partial("{}: {}".format, name)
         )
 
 
