@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import steady
 import torch
+from joined import join_always, joined_sizes
 from tiny import tiny_model_dir
 from tiny_gemma_moe import gemma_moe_config, moe_dir
 from tiny_heads import eagle3_dir, mtp_model_dir
@@ -44,6 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model_dir(path, "mistral", sliding_window=12, **shape).rename(path / "mistral")
     tiny_model_dir(path, "qwen3", **shape).rename(path / "qwen3")
     tiny_model_dir(path, "qwen3_moe", **shape).rename(path / "qwen3_moe")
+    latent = {"moe_intermediate_size": 32, "v_head_dim": 16, "num_mtp_layers": 1}
+    mtp_model_dir(path, layout="deepseek_v3", **latent).rename(path / "deepseek_v3")
     for layout in ("mimo", "qwen3_next"):
         mtp_model_dir(path, layout=layout, **shape).rename(path / layout)
     step_dir(path, **MOE).rename(path / "step_moe")
@@ -59,7 +62,8 @@ def _llm(
     if mode == "eagle3":
         spec = EagleDecodingConfig(max_draft_len=3, speculative_model=folder / "head")
     elif mode in ("mtp", "vanilla"):
-        spec = MTPDecodingConfig(num_nextn_predict_layers=3, use_mtp_vanilla=mode == "vanilla")
+        count = 1 if family == "deepseek_v3" else 3
+        spec = MTPDecodingConfig(num_nextn_predict_layers=count, use_mtp_vanilla=mode == "vanilla")
     defaults = {
         "dtype": "float32", "max_batch_size": 3, "max_seq_len": 96,
         "kv_cache_config": KvCacheConfig(max_tokens=1024, tokens_per_block=8),
@@ -82,6 +86,27 @@ def test_tokens_are_those_of_the_cpu(folder: Path, tmp_path: Path, family: str, 
         llm.executor.kv_cache.check_integrity()
     assert texts[1:] == texts[:1] * 2
     assert sum(len(set(text)) for text in texts[0]) > 12  # not each of a single token
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [case for case in CASES if case[1] != "vanilla"] + [("deepseek_v3", "mtp")],
+)
+def test_generations_in_passes_over_prompts(
+    folder: Path, tmp_path: Path, family: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With windows, mixtures and latent attention."""
+    join_always(monkeypatch)
+    rng, texts = random.Random(3), []
+    prompts = [[rng.randrange(VOCAB) for _ in range(5 + 7 * i % 40)] for i in range(9)]
+    params = [SamplingParams(max_tokens=12 + 5 * i % 23, ignore_eos=True) for i in range(9)]
+    for device in ("cpu", "cuda"):
+        llm = _llm(folder, tmp_path, family, mode, device, max_num_tokens=96, prefill_batch_size=1)
+        outputs = llm.generate(prompts, params)
+        texts.append([output.outputs[0].token_ids for output in outputs])
+        llm.executor.kv_cache.check_integrity()
+    assert texts[0] == texts[1]
+    assert len(joined_sizes(llm)) > 1
 
 
 @pytest.mark.parametrize(("family", "mode"), CASES)

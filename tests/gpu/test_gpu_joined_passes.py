@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from joined import join_always, joined_sizes
 from matrix import BLOCKS, Drafters, config_of, covering, make_drafters
 from oracle import Oracle, random_prompts
 from perfect_schedules import NAMES, Schedule, make_case
@@ -14,9 +16,7 @@ from sampled import requests, texts
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, KvCacheConfig, SamplingParams
-from trtspec.executor.graph_key import GraphKey
 from trtspec.executor.graphs import CudaGraphs
-from trtspec.executor.joined_passes import JoinedPasses
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,17 +36,6 @@ CAPTURED = [
 """Modes whose prompts have graphs."""
 
 
-@pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every such pass is captured at once, whatever two passes or its padding cost."""
-
-    def pays(self: CudaGraphs, key: GraphKey, seconds: float) -> bool:
-        return key.num_beside > 0
-
-    monkeypatch.setattr(CudaGraphs, "_add_cost", pays)
-    monkeypatch.setattr(JoinedPasses, "seconds_saved", lambda *_: 1.0)
-
-
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mtp_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_mtp_layers=3)
@@ -62,10 +51,9 @@ def engine(target: Path, mode: str, drafters: Drafters, **options: object) -> LL
     return LLM(target, config_of(mode, 3, drafters), device="cuda", dtype="float32", **given)
 
 
-def joined_sizes(llm: LLM) -> Sequence[int]:
-    graphs = llm.executor.runner.graphs
-    assert graphs is not None
-    return [key.num_beside for key in graphs._graphs if key.num_beside]
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    join_always(monkeypatch)
 
 
 @covering(mode=CAPTURED, overlap=[False, True], pool=[None, 144], chunk=[None, 40])
@@ -87,19 +75,28 @@ def test_greedy_equals_transformers(
     assert joined_sizes(llm)
 
 
-@pytest.mark.parametrize("mode", ["none", "eagle3", "draft_target", "dspark"])
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [("none", "auto"), ("eagle3", "auto"), ("eagle3", "fp8"), ("draft_target", "fp8"),
+     ("dspark", "auto")],
+)  # fmt: skip
 def test_sampled_texts_are_those_of_two_passes(
-    target_dir: Path, drafters: Drafters, mode: str, monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    target_dir: Path, drafters: Drafters, mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Greedy and filtered requests are among them."""
+    """Greedy and filtered requests are among them, and such with penalties and a bias."""
     prompts, params = requests(12)
+    params[3:6] = [replace(one, repetition_penalty=1.3, presence_penalty=0.6, logit_bias={4: 3.0})
+                   for one in params[3:6]]  # fmt: skip
+    make = partial(
+        engine, target_dir, mode, drafters,
+        kv_cache_config=KvCacheConfig(max_tokens=1024, tokens_per_block=16, dtype=dtype),
+    )  # fmt: skip
     monkeypatch.setattr(CudaGraphs, "_add_cost", lambda *_: False)
-    apart = engine(target_dir, mode, drafters)
+    apart = make()
     expected = texts(apart, prompts, params)
     assert not joined_sizes(apart)
-    request.getfixturevalue("joined")
-    together = engine(target_dir, mode, drafters)
+    join_always(monkeypatch)
+    together = make()
     assert texts(together, prompts, params) == expected
     assert joined_sizes(together)
 
