@@ -47,7 +47,8 @@ class WeightForm:
     """What the products of a decoder's layers have: each `Linear`, and experts.
 
     Not among them are the embeddings, the router, norms, per-layer inputs, `kv_b_proj` and the
-    lm_head: these are floats. Of a draft head it is `PRODUCTS_OF_HEADS` and experts.
+    lm_head: these are floats. Of a draft head it is `PRODUCTS_OF_HEADS` and experts. Of a draft
+    model, and where a head shares the target's, the lm_head is `lm_head_for_drafts`.
     """
 
     keeps_fp8: bool = False  # FP8 weights stay as they are; else they become floats
@@ -132,6 +133,27 @@ def place_tensors(
             assert isinstance(to, Tensor)
             _place_floats(to, sources[name], placement)
     _hold(model, into)
+
+
+def lm_head_for_drafts(lm_head: Any, form: WeightForm) -> Any:
+    """Returns what a drafter of this form chooses by: a model's lm_head, or an FP8 copy of it.
+
+    It is the model's own where FP8 is not kept, and where 16 does not divide its sizes.
+
+    Raises:
+        CheckpointError: a weight is NaN or infinite.
+    """
+    if not (form.keeps_fp8 and form.quantizes and isinstance(lm_head, Linear)):
+        return lm_head
+    weight, shard = lm_head.weight, lm_head.shard
+    if weight is None or lm_head.bias is not None or any(n % ALIGNMENT for n in weight.shape):
+        return lm_head
+    with torch.device("meta"):
+        copy = Linear(lm_head.in_features, lm_head.out_features, bias=False, shard=shard)
+    to = _empty_fp8(weight.shape, lm_head.in_features, weight.device)
+    _quantize_into(to, weight.data, weight.device, "The model's lm_head")
+    copy.hold_fp8(to)
+    return copy
 
 
 def _leaf(placement: Placement) -> _Leaf:
@@ -221,27 +243,6 @@ def _group(
         return None
     is_read = group == columns or group % (ALIGNMENT if of_experts else GROUP_ALIGNMENT) == 0
     return group if is_read else None
-
-
-def lm_head_for_drafts(lm_head: Any, form: WeightForm) -> Any:
-    """Returns what a drafter of this form chooses by: a model's lm_head, or an FP8 copy of it.
-
-    It is the model's own where FP8 is not kept, and where 16 does not divide its sizes.
-
-    Raises:
-        CheckpointError: a weight is NaN or infinite.
-    """
-    if not (form.keeps_fp8 and form.quantizes and isinstance(lm_head, Linear)):
-        return lm_head
-    weight, shard = lm_head.weight, lm_head.shard
-    if weight is None or lm_head.bias is not None or any(n % ALIGNMENT for n in weight.shape):
-        return lm_head
-    with torch.device("meta"):
-        copy = Linear(lm_head.in_features, lm_head.out_features, bias=False, shard=shard)
-    to = _empty_fp8(weight.shape, lm_head.in_features, weight.device)
-    _quantize_into(to, weight.data, weight.device, "The model's lm_head")
-    copy.hold_fp8(to)
-    return copy
 
 
 def _place_product(
