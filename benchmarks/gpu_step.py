@@ -146,6 +146,7 @@ def _engine(
 ) -> Iterator[LLM]:
     kind, target_dir, head_dir = DRAFTERS[mode], root / "target", root / "head"
     config: DecodingBaseConfig | None = None
+    among = {"draft_token_ids": range(args.draft_tokens)} if args.draft_tokens else {}
     if kind == "eagle3":
         config = EagleDecodingConfig(
             max_draft_len=k,
@@ -155,7 +156,7 @@ def _engine(
         )
     elif kind in ("dflash", "dflash2"):
         config = DFlashDecodingConfig(
-            max_draft_len=k, speculative_model=head_dir, quant=args.draft_quant
+            max_draft_len=k, speculative_model=head_dir, quant=args.draft_quant, **among
         )
     elif kind == "mtp":
         config = MTPDecodingConfig(
@@ -163,6 +164,7 @@ def _engine(
             use_mtp_vanilla=mode == "mtp",
             mtp_eagle_one_model=mode != "mtp_eagle",
             quant=args.draft_quant,
+            **among,
         )
     elif mode == "sa":
         config = SADecodingConfig(max_draft_len=k)
@@ -264,7 +266,9 @@ def _measure(
         bytes_read = {
             "target_weights": model.target_weight_bytes(batch * (k + 1), args.quant == "fp8"),
             "target_kv": batch * model.kv_bytes(context) / (2 if _has_fp8_cache(args) else 1),
-            "draft_weights": model.draft_weight_bytes(kind, k, batch, args.draft_quant == "fp8"),
+            "draft_weights": model.draft_weight_bytes(
+                kind, k, batch, args.draft_quant == "fp8", args.draft_tokens
+            ),
             "draft_kv": batch * model.kv_bytes(context, layers_that_attend),
         }
         row["bytes"] = bytes_read
@@ -310,6 +314,12 @@ def _parse() -> argparse.Namespace:
         "--quant",
         choices=("fp8",),
         help="the target's layers in FP8; its lm_head stays in bfloat16",
+    )
+    parser.add_argument(
+        "--draft-tokens",
+        type=_count,
+        default=0,
+        help="DFlash and MTP draft the first N tokens alone",
     )
     parser.add_argument("--draft-quant", choices=("fp8",), help="large products of heads in FP8")
     parser.add_argument(

@@ -321,12 +321,14 @@ class Model:
         return self._bytes(shapes, rows) / (2 if is_fp8 else 1) + ends
 
     def draft_weight_bytes(
-        self, kind: str, num_passes: int, batch: int, is_fp8: bool = False
+        self, kind: str, num_passes: int, batch: int, is_fp8: bool = False, num_tokens: int = 0
     ) -> float:
         """Of all passes of a step, with one row for a request in each. kind: "eagle3", "mtp",
-        "dflash", "dflash2", or anything else for no drafter. `is_fp8`: `PRODUCTS_OF_HEADS` are."""
+        "dflash", "dflash2", or anything else for no drafter. `is_fp8`: `PRODUCTS_OF_HEADS` are.
+        `num_tokens`: that are drafted by the target's lm_head; 0 is all."""
         c = self.decoder
-        ends = c.vocab_size * c.hidden_size * (1 if is_fp8 else ITEM_SIZE)  # the target's lm_head
+        item_size = 1 if is_fp8 else ITEM_SIZE
+        ends = (num_tokens or c.vocab_size) * c.hidden_size * item_size
         if kind in ("dflash", "dflash2"):  # one pass, and keys and values of the context
             shapes = self.dflash_head(num_passes + 1, kind).shapes
             shapes = {n: s for n, s in shapes.items() if "codebook" not in n}  # a few rows of it

@@ -71,6 +71,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "speculative_model": ("speculative_config",),
     "speculative_model_dir": ("speculative_model", "speculative_config"),
     "speculative_num_draft_tokens": ("speculative_config",),
+    "speculative_token_map": ("draft_token_ids", "speculative_config"),
     "speculative_num_steps": ("speculative_config",),
     "suffix_decoding_max_cached_requests": ("global_pool_tokens",),
     "suffix_decoding_max_tree_depth": ("max_matching_ngram_size",),

@@ -135,11 +135,12 @@ def _check_companions(
             f"--head was given, but --speculative {options.speculative} drafts without a head. Say "
             "with --speculative how it drafts: eagle3, dflash, dspark, mtp or mtp_eagle."
         )
-    if options.draft_window is not None and not reads_head:
-        raise CliError(
-            f"--draft-window was given, but --speculative {options.speculative} drafts without a "
-            "head: it goes with eagle3, dflash, dspark, mtp or mtp_eagle."
-        )
+    for name in ("draft_window", "draft_token_ids"):
+        if getattr(options, name) is not None and not reads_head:
+            raise CliError(
+                f"--{name.replace('_', '-')} was given, but --speculative {options.speculative} "
+                "drafts without a head: it goes with eagle3, dflash, dspark, mtp or mtp_eagle."
+            )
     if options.draft_quant is not None and not mode.drafts_with_network():
         raise CliError(
             f"--draft-quant was given, but {mode.name} drafts without a network: it goes with "
@@ -186,6 +187,7 @@ def _head_arguments(
     arguments: dict[str, Any] = {
         "speculative_model": head,
         "draft_window": options.draft_window,
+        "draft_token_ids": options.draft_token_ids,
         **config_class.fields_of_mode(mode),
     }
     if config_class.one_model_field is not None:

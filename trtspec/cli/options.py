@@ -102,6 +102,13 @@ class EngineOptions:
         str | None,
         typer.Option(help="fp8: quantise the head's or draft model's large weights at load."),
     ] = None
+    draft_token_ids: Annotated[
+        str | None,
+        typer.Option(
+            help="JSON or .pt file with a list of token ids: a head with an lm_head of all tokens "
+            "drafts among these alone."
+        ),
+    ] = None
     two_engine: Annotated[
         bool,
         typer.Option("--two-engine", help="eagle3, mtp_eagle: draft in passes outside the step."),
@@ -160,7 +167,7 @@ class EngineOptions:
 
 DRAFTING = (
     "max_draft_len", "draft_len_schedule", "max_verified_drafts", "draft_model", "head",
-    "draft_window", "draft_quant", "two_engine", "sa", "acceptance",
+    "draft_window", "draft_quant", "draft_token_ids", "two_engine", "sa", "acceptance",
 )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "--speculative-draft-model-path": _DRAFTER,
     "--speculative-draft-model-quantization": ("--draft-quant",),
     "--speculative-model": _DRAFTER,
+    "--speculative-token-map": ("--draft-token-ids",),
     "--speculative-num-draft-tokens": ("--max-draft-len",),
     "--speculative-num-steps": ("--max-draft-len",),
     "--target": ("--model",),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..checks import is_int, is_number
+from ..checks import are_ints, is_int, is_number
 from ..errors import ConfigError, shown
 from ..metadata.mode import SpeculativeDecodingMode
 from .base import MAX_DRAFT_LEN, DecodingBaseConfig
@@ -66,6 +66,9 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
         quant: "fp8" quantises the head's large products as `EngineConfig.quant` does the target's:
             o_proj, the MLP, experts and the lm_head (of a shared one a copy, on a GPU). Drafts take
             less time and may be a little worse; the answers are the target's all the same.
+        draft_token_ids: the tokens that a head with an lm_head of all tokens may propose, or a file
+            of them (`checkpoints/heads/draft_tokens.py`). A draft pass then reads their rows alone.
+            Other tokens are never drafted, and answers stay the target's. None is all tokens.
     """
 
     max_draft_len: int = 0
@@ -73,6 +76,7 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
     sa_config: SAEnhancerConfig | SADecodingConfig | None = None
     draft_window: int | None = None
     quant: str | None = None
+    draft_token_ids: Sequence[int] | str | os.PathLike[str] | None = None
 
     least_draft_len: ClassVar[int] = 0
     auto_draft_len: ClassVar[int] = 0  # the head's own
@@ -88,6 +92,7 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
         if self.one_model_field is not None:
             require_bool(self, self.one_model_field)
         self._check_window()
+        self._check_draft_tokens()
         require_quant(self)
         resolve_lookup(self)
 
@@ -98,6 +103,21 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
             raise ConfigError(
                 f"{type(self).__name__}.draft_window={shown(window)}: it must be None, 0 (all "
                 f"tokens) or an int >= {least}."
+            )
+
+    def _check_draft_tokens(self) -> None:
+        """Makes a list of ids a tuple. Raises ConfigError for what is no such list, nor a path."""
+        given = self.draft_token_ids
+        if given is None:
+            return
+        if isinstance(given, str | os.PathLike):
+            require_path(self, "draft_token_ids", "a file")
+        elif are_ints(given, 0) and len(given):
+            object.__setattr__(self, "draft_token_ids", tuple(given))
+        else:
+            raise ConfigError(
+                f"{type(self).__name__}.draft_token_ids={shown(given)}: give a list of token ids, "
+                "or a file of them."
             )
 
     @classmethod
@@ -127,8 +147,8 @@ class EagleDecodingConfig(HeadDecodingConfig):
             of its own (EAGLE3), for comparison.
         eagle3_layers_to_capture: target layers whose output the head reads, 0-based; None is what
             the head's config says, else 1, L/2-1 and L-4.
-        sa_config, draft_window, quant: suffix lookup beside the head, how far back it sees, and
-            how its weights are kept (`HeadDecodingConfig`).
+        sa_config, draft_window, quant, draft_token_ids: suffix lookup beside the head, how far back
+            it sees, how its weights are kept, and what it may propose (`HeadDecodingConfig`).
     """
 
     eagle3_one_model: bool = True
@@ -169,8 +189,8 @@ class DFlashDecodingConfig(HeadDecodingConfig):
         speculative_model: the head's directory, z-lab's or speculators format.
         target_layer_ids: target layers whose output the head reads, 0-based; None is what the
             head's config says.
-        sa_config, draft_window, quant: suffix lookup beside the head, how far back it sees, and
-            how its weights are kept (`HeadDecodingConfig`).
+        sa_config, draft_window, quant, draft_token_ids: suffix lookup beside the head, how far back
+            it sees, how its weights are kept, and what it may propose (`HeadDecodingConfig`).
     """
 
     target_layer_ids: Sequence[int] | None = None
@@ -224,8 +244,8 @@ class MTPDecodingConfig(HeadDecodingConfig):
         relaxed_topk: such a draft is among that many of the target's best tokens …
         relaxed_delta: … and its probability at most that much below the best one's.
         begin_thinking_phase_token, end_thinking_phase_token: token ids (DeepSeek-R1's by default).
-        sa_config, draft_window, quant: suffix lookup beside the head, how far back it sees, and
-            how its weights are kept (`HeadDecodingConfig`).
+        sa_config, draft_window, quant, draft_token_ids: suffix lookup beside the head, how far back
+            it sees, how its weights are kept, and what it may propose (`HeadDecodingConfig`).
     """
 
     num_nextn_predict_layers: int = 0

@@ -130,6 +130,7 @@ class HeadLoader(DrafterLoader[HeadSpec]):
             HeadRequest(
                 kind=self.spec.head_kind,
                 draft_window=self.spec.draft_window,
+                draft_tokens=self.spec.draft_token_ids,
                 **self.spec.head_options,
             ),
             target.options_of_drafter(self.spec.quant),

@@ -97,6 +97,16 @@ class Linear(nn.Module):
             threads = torch.get_num_threads()
             self._min_rows = _min_rows(self.in_features, self.out_features, threads)
 
+    def at(self, outputs: Tensor) -> Linear:
+        """Returns a layer with copies of these outputs, [n] int64, which is not packed."""
+        weight = self.weight if self._packed is None else self._packed.to_dense()
+        assert weight is not None
+        outputs = outputs.to(weight.device)
+        part = Linear.of(weight.data[outputs], None if self.bias is None else self.bias[outputs])
+        if (held := self.fp8) is not None:
+            part.hold_fp8(held.at(outputs))
+        return part
+
     def outputs_from(self, first: int) -> Linear | None:
         """Returns a layer of this memory with the outputs from `first` on; None if it is packed."""
         if self.weight is None or type(self) is not Linear:

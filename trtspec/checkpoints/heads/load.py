@@ -34,6 +34,7 @@ from ..place import LoadOptions, lm_head_for_drafts, place_tensors
 from ..tensors import TensorSource, open_checkpoint, some
 from ..weights import finish, placements, shape_problem, sizes_alone
 from ..zoo import HEADS, hub_advice, resolve_head
+from .draft_tokens import draft_among, read_draft_tokens
 from .fit import not_finite
 from .kinds import kind_of
 from .records import HeadFiles, HeadKind, HeadReport, HeadRequest, Sources
@@ -124,6 +125,9 @@ def load_head(
     finish(head, options.device, options.pack)
     keep_kv_finite(head)
     head.share(target)
+    if request.draft_tokens is not None:
+        ids = read_draft_tokens(request.draft_tokens, target.config.vocab_size)
+        draft_among(head, ids, options)
     owners = {"": head, **head.owners_of_ends()}.values()
     if sharing := [owner for owner in owners if owner.lm_head is target.lm_head]:
         lm_head = lm_head_for_drafts(target.lm_head, options.form)

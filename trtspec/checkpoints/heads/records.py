@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ class HeadRequest:
     layer_per_draft: bool | None = True  # False needs the first MTP layer alone
     norm_output: bool | None = None  # feed the normed hidden state on, or not
     draft_window: int | None = None  # tokens that its layers see at most; 0 is all
+    draft_tokens: Sequence[int] | str | os.PathLike[str] | None = None  # that it may propose
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,104 @@
+"""The tokens that a head is asked to draft among, of those that its lm_head has.
+
+An lm_head of all tokens is a large part of what a draft pass reads. Most of its rows are of rare
+tokens (FR-Spec, arXiv:2502.14856).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checks import is_int
+from ...errors import ConfigError, shown
+from ...layers.linear import Linear
+from ...models.drafters.base import DraftHead
+from ..files import is_there
+from ..place import LoadOptions
+
+FORMATS = "a JSON file or a .pt file with a list of token ids"
+
+
+def read_draft_tokens(given: Sequence[int] | str | os.PathLike[str], vocab_size: int) -> Tensor:
+    """Returns the ids of tokens, ascending, [n] int64.
+
+    Args:
+        given: ids, or a file of them: JSON, or .pt as SGLang's `--speculative-token-map` reads.
+        vocab_size: the target's.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else than different token ids.
+    """
+    ids, name = given, "draft_token_ids"
+    if isinstance(given, str | os.PathLike):
+        ids, name = _content(Path(given)), str(given)
+    if not isinstance(ids, Sequence) or isinstance(ids, str) or not ids:
+        raise ConfigError(f"{name} is {shown(ids)}: give {FORMATS}, or the ids.")
+    wrong = next((token for token in ids if not is_int(token, 0, vocab_size - 1)), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"{name} holds {shown(wrong)}: the target's tokens are 0 … {vocab_size - 1}. Give ids "
+            "of its own tokenizer."
+        )
+    if len(set(ids)) < len(ids):
+        raise ConfigError(f"{name} holds a token twice: give each once.")
+    return torch.tensor(sorted(ids), dtype=torch.int64)
+
+
+def _content(path: Path) -> Any:
+    """Returns what a file holds, tensors as lists."""
+    if not is_there(path):
+        raise ConfigError(f"draft_token_ids: there is no file {path}. Give {FORMATS}.")
+    try:
+        if path.suffix != ".pt":
+            return json.loads(path.read_text(encoding="utf-8"))
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, RecursionError, RuntimeError, EOFError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Give {FORMATS}.") from error
+    except pickle.UnpicklingError as error:
+        raise ConfigError(f"{path} holds other objects than numbers. Give {FORMATS}.") from error
+    return content.tolist() if isinstance(content, Tensor) else content
+
+
+def draft_among(head: DraftHead, ids: Tensor, options: LoadOptions) -> None:
+    """Leaves the head the lm_head's rows of these tokens, [n] int64, ascending.
+
+    A shared lm_head stays whole for verification: the head gets copies.
+
+    Raises:
+        ConfigError: the head drafts among fewer tokens already, or needs all of them.
+    """
+    config, owners = head.config, list(head.owners_of_ends().values())
+    why = None
+    if head.d2t is not None:
+        why = f"it drafts among {config.draft_vocab_size} tokens already"
+    elif config.markov_rank or config.selector_rank:
+        why = "its choice among drafts has weights for all tokens"
+    elif config.decoder.parallel.size > 1:
+        why = "each of several ranks has other tokens"
+    elif not all(isinstance(owner.lm_head, Linear) for owner in owners):
+        why = "its lm_head has clusters of tokens"
+    if why is not None:
+        raise ConfigError(
+            f"draft_token_ids does not go with this {config.format}: {why}. Leave it out."
+        )
+    kept: dict[int, Linear] = {}  # of each lm_head, which layers may share
+    for owner in {id(owner): owner for owner in (head, *owners)}.values():
+        whole: Any = owner.lm_head
+        if whole is None:
+            continue
+        if id(whole) not in kept:
+            kept[id(whole)] = whole.at(ids)
+            if options.pack:
+                kept[id(whole)].pack()
+        owner.lm_head = kept[id(whole)]
+    head.d2t = (ids - torch.arange(len(ids))).to(options.device)
+    head.config = replace(config, draft_vocab_size=len(ids))
