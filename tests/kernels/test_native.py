@@ -28,9 +28,10 @@ def _has_compiler() -> bool:
 
 
 def _optimises_little() -> dict[str, str]:
-    """Returns the environment in which nvcc takes half the time, where it can."""
+    """Returns the environment in which nvcc takes less than half the time, where it can."""
     words = subprocess.run(["nvcc", "--help"], capture_output=True, text=True, check=True).stdout
-    return {"NVCC_APPEND_FLAGS": "-Ofc=max"} if "--Ofast-compile" in words else {}
+    quick = "-Ofc=max " if "--Ofast-compile" in words else ""
+    return {"NVCC_APPEND_FLAGS": quick + "-Xcompiler -O0"}
 
 
 def test_the_kernels_compile_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
