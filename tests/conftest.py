@@ -2,13 +2,19 @@
 
 import gc
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import compress
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
+
+WHOLE = 3000
+"""Tests that a run of all files has at least."""
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
@@ -29,6 +35,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--full"):  # read by tests/helpers/matrix.py, here and in workers
         os.environ["TRTSPEC_FULL_TESTS"] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out two thirds of the slow tests and cases; the next commits run those.
+
+    A run of some files has all of them, and so have `--full` and a GPU.
+    """
+    if config.getoption("--full") or len(items) < WHOLE:
+        return
+    turn = _number_of_commits()
+    is_left_out = [
+        item.get_closest_marker("slow")
+        and not item.get_closest_marker("gpu")
+        and (crc32(item.nodeid.encode()) + turn) % 3 > 0
+        for item in items
+    ]
+    config.hook.pytest_deselected(items=list(compress(items, is_left_out)))
+    items[:] = [item for item, out in zip(items, is_left_out, strict=True) if not out]
+
+
+def _number_of_commits() -> int:
+    """Returns 0 outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-list", "--count", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return 0
+    return int(done.stdout) if done.returncode == 0 else 0
 
 
 @pytest.hookimpl(wrapper=True)

@@ -28,6 +28,7 @@ SMALL = ["--length", "64", "--steps", "2", "--batch-size", "2", "--unroll", "2",
          "--draft-vocab-size", "600", "--device", "cpu", "--dtype", "float32"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) -> None:
     out, text = tmp_path / "head", tmp_path / "text.jsonl"

@@ -35,6 +35,7 @@ def _cache(reuse: bool, pool: int | None = None) -> KvCacheConfig:
     return KvCacheConfig(max_tokens=pool, tokens_per_block=4, enable_block_reuse=reuse)
 
 
+@pytest.mark.slow
 @spread(
     mode=MODES if full() else ["eagle3", "mtp"], sampled=[False, True], chunk=[None, 21],
     pool=[None, 140],
@@ -58,6 +59,7 @@ def test_texts_and_drafts_are_those_of_one_rank_without_it(
     assert cached.cached[1] > 20 and cached.cached[3] > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", thinned([80, None], 2))
 def test_ranks_with_requests_of_their_own(tmp_path: Path, pool: int | None) -> None:
     """A prompt goes to the rank that has its beginning."""

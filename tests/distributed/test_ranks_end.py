@@ -65,6 +65,7 @@ def two_ranks(model: Path, **options: Any) -> LLM:
 
 
 # -- one world, until its rank 0 fails ----------------------------------------------------------
+@pytest.mark.slow
 def test_an_interrupt_waits_for_the_step(
     model: Path, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -237,6 +238,7 @@ def test_an_error_of_rank_0_alone_ends_all(model: Path, monkeypatch: pytest.Monk
 
 
 # -- each ends a world --------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_engine(model: Path, expected: list[int]) -> None:
     llm = two_ranks(model)
     follower = world_of(llm).followers[0]
@@ -277,6 +279,7 @@ def test_the_first_error_of_a_rank_is_shown(model: Path) -> None:
     assert time.monotonic() - started < SOON
 
 
+@pytest.mark.slow
 def test_ranks_that_part_are_noticed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits in a collective that rank 1 does not know of."""
     monkeypatch.setenv(TIMEOUT_ENV_VAR, "1")
@@ -365,6 +368,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_ranks_follow_a_killed_leader(model: Path, script: Path) -> None:
     command = [sys.executable, str(script), str(model), "{'tensor_parallel_size': 2}", "200"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as leader:
@@ -374,6 +378,7 @@ def test_ranks_follow_a_killed_leader(model: Path, script: Path) -> None:
         wait_until(lambda: not is_alive(follower))
 
 
+@pytest.mark.slow
 def test_a_script_under_torchrun(model: Path, script: Path, expected: list[int]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # any free port

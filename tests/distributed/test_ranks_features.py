@@ -81,6 +81,7 @@ def test_shaped_logits_and_log_probabilities(target_dir: Path, eagle3: Any) -> N
             assert entry[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention_dp", [False, True])
 def test_log_probabilities_of_prompts(target_dir: Path, eagle3: Any, attention_dp: bool) -> None:
     """Each rank has a part of the logits. Parts of prompts, preempted and beside others."""
@@ -229,6 +230,7 @@ def test_latent_attention_with_mtp(tmp_path: Path, attention_dp: bool) -> None:
         assert run(llm) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma4_small"])
 def test_windows_and_an_assistant(tmp_path: Path, family: str) -> None:
     """Its layers read the target's keys and values, of which each rank has some heads."""

@@ -45,6 +45,7 @@ def two_ranks(target: Path, config: Any, **options: Any) -> Any:
     return cpu_engine(target, config, tensor_parallel_size=2, **options)
 
 
+@pytest.mark.slow
 @spread(mode=SOME, chunk=[None, 24], overlap=[False, True], pool=[None, 112])
 def test_greedy_equals_transformers(
     target_dir: Path, drafters: Drafters, oracle: Oracle,
@@ -60,6 +61,7 @@ def test_greedy_equals_transformers(
     assert (stats.num_preemptions > 0) == (pool is not None)
 
 
+@pytest.mark.slow
 @spread(mode=SAMPLED, rule=RULES)
 def test_sampled_texts_equal_one_rank(
     target_dir: Path, drafters: Drafters, mode: str, rule: str
@@ -71,6 +73,7 @@ def test_sampled_texts_equal_one_rank(
         assert texts(llm, prompts, params) == expected
 
 
+@pytest.mark.slow
 @spread(mode=FEW, chunk=[None, 24], overlap=[False, True], pool=[None, 64])
 def test_attention_data_parallel(
     target_dir: Path, drafters: Drafters, oracle: Oracle,

@@ -335,6 +335,7 @@ def test_a_perfect_drafter(folder: Path, target: Path, constant: Path, drafter: 
     check_counts(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", thinned([True, False], 2))
 def test_a_random_head(folder: Path, target: Path, overlap: bool) -> None:
     llm = build(target, eagle(eagle3_dir(folder)), disable_overlap_scheduler=not overlap)
@@ -763,6 +764,7 @@ def run(
     return call
 
 
+@pytest.mark.slow
 def test_the_command(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     code, out, err = run(

@@ -197,6 +197,7 @@ EAGLE3 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(list(EAGLE3), 2))
 def test_a_sabotaged_eagle3_head(eagle3: Case, tmp_path: Path, name: str) -> None:
     head = eagle3.sabotaged(tmp_path, EAGLE3[name])
@@ -280,6 +281,7 @@ def test_a_draft_vocabulary_of_other_tokens(eagle3: Case, tmp_path: Path) -> Non
     assert "The draft vocabulary is too small for these texts" in diagnosis.verdict
 
 
+@pytest.mark.slow
 def test_tokens_in_another_order(
     eagle3: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

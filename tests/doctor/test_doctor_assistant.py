@@ -63,6 +63,7 @@ MADE_OTHERWISE = {  # how the assistant was meant to be used -> what the doctor 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MADE_OTHERWISE)
 def test_an_assistant_made_for_another_use(
     pair: Pair, naive: NaiveAssistant, name: str, monkeypatch: pytest.MonkeyPatch
@@ -130,6 +131,7 @@ def _step_copy(source: Path, tmp_path: Path, thetas: dict[str, float]) -> Path:
     return edit_config(out, rope_theta=[thetas[kind] for kind in raw["layer_types"]])
 
 
+@pytest.mark.slow
 def test_mtp_layers_of_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _attentive(step_dir(tmp_path), *(f"model.layers.{i}." for i in range(4, 8)))
     copied = Copied(load_target(source), DOCUMENTS)

@@ -207,6 +207,7 @@ WINDOWED_ALL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [6, BLOCK, 10])
 def test_a_block_that_training_had_not_is_named(dspark: Case, tmp_path: Path, size: int) -> None:
     diagnosis = dspark.diagnose(tmp_path, _top(block_size=size), keeps_notes=True)
@@ -232,6 +233,7 @@ if full():  # as the first one's
     SABOTAGES.append(late)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "name", "cure"), SABOTAGES)
 def test_every_sabotage_is_named(
     case: Case, tmp_path: Path, change: Change, name: str, cure: str
@@ -242,6 +244,7 @@ def test_every_sabotage_is_named(
     assert name in first.name and cure in first.cure
 
 
+@pytest.mark.slow
 def test_lost_norms_of_queries_and_keys_are_named(tmp_path: Path) -> None:
     case = Case(tmp_path, "dspark", qk_norms=2.5, steps=60)
     for number, lose in enumerate((_lost_norms, _no_norms)):
@@ -256,6 +259,7 @@ def test_lost_norms_of_queries_and_keys_are_named(tmp_path: Path) -> None:
     assert not any("q_norm" in finding.name for finding in good.tried)
 
 
+@pytest.mark.slow
 def test_norms_that_training_left_at_1_are_no_mistake(tmp_path: Path) -> None:
     case = Case(tmp_path, "dspark", qk_norms=1.0, steps=60)
     diagnosis = case.diagnose(tmp_path, lambda raw, tensors: None, keeps_notes=True)
@@ -278,6 +282,7 @@ def _swap(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
 BIAS = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "name", "cure"),
     [
@@ -305,6 +310,7 @@ def test_a_bias_of_zeros_is_named(dspark: Case, tmp_path: Path, name: str) -> No
     assert not diagnosis.is_well
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", thinned(["dflash", "dspark"], 2))
 def test_a_missing_embedding_scale_is_named(tmp_path: Path, kind: str) -> None:
     case = Case(tmp_path, kind, scale=math.sqrt(48))
@@ -325,6 +331,7 @@ def test_a_scale_of_the_config_is_named(dspark: Case, tmp_path: Path) -> None:
     assert '"input_embedding_scale": 1 in config.json, now 7' in change.cure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shift", "name"), [(1, None), *thinned([(0, "a row's own token"), (2, "after the next")], 2)]
 )

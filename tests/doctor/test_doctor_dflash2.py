@@ -85,6 +85,7 @@ def test_a_good_head_has_nothing(tmp_path: Path, kind: str) -> None:
     assert not diagnosis.changes and not diagnosis.problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "change", "name"), [
     ("permutation", _swap_books, "codebooks are swapped"),
     ("period", _noisy_books, "better without it"),

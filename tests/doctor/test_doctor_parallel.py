@@ -92,6 +92,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_spoilt_head(p_eagle: Trained, tmp_path: Path, name: str) -> None:
     head = p_eagle.sabotaged(tmp_path, MISTAKES[name])

@@ -23,6 +23,7 @@ def clinic() -> Clinic:
     return Clinic(num_prompts=6, max_tokens=40, longest=float("inf") if full() else 120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", thinned(["eagle3", "mtp"], 2))
 def test_a_good_head_is_left_in_peace(clinic: Clinic, head: str) -> None:
     diagnosis = clinic.examine(head)

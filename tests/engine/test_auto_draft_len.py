@@ -174,6 +174,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_near_the_best_length_and_never_below_plain(
@@ -932,6 +933,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- engines -----------------------------------------------------------------------------------
+@pytest.mark.slow
 @spread(
     name=thinned(["eagle3", "mtp_eagle", "eagle3_two_engine", "mtp_vanilla"], 2),
     overlap=[True, False],

@@ -78,6 +78,7 @@ def _llm(
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("mode", MODES if full() else DRAFTING[:1])
 def test_padding_changes_no_token(
@@ -115,6 +116,7 @@ def _windows(folder: Path) -> tuple[Path, DecodingBaseConfig]:
     return target, EagleDecodingConfig(max_draft_len=2, speculative_model=head)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [_latent, _windows])
 def test_generations_in_passes_of_other_caches(
     tmp_path: Path, make: Callable[[Path], tuple[Path, DecodingBaseConfig]],
@@ -134,6 +136,7 @@ def test_generations_in_passes_of_other_caches(
     assert graphs.num_joined > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", *(DRAFTING if full() else DRAFTING[:1])])
 def test_prompts_too_long_for_one_pass_take_several(
     target_dir: Path, drafters: Drafters, mode: str, monkeypatch: pytest.MonkeyPatch

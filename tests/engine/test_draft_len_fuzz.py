@@ -178,6 +178,7 @@ class Fuzz:
         assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2, seed
 
 
+@pytest.mark.slow
 @spread(name=list(DRAFTERS), is_pressed=[False, True])
 def test_verification_that_is_shared_out(tmp_path: Path, name: str, is_pressed: bool) -> None:
     """A step verifies 5 of up to 12 drafts, by chances that are drawn at random."""
@@ -201,6 +202,7 @@ def test_verification_that_is_shared_out(tmp_path: Path, name: str, is_pressed: 
         assert set(verified) == set(fuzz.executor.statistics.accepted_lens) == set(range(K + 1))
 
 
+@pytest.mark.slow
 @spread(name=list(DRAFTERS), is_pressed=[True, False])
 def test_random_schedules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_pressed: bool
@@ -222,6 +224,7 @@ def test_random_schedules(
         assert is_windowed or not is_pressed or fuzz.executor.stats().num_preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "mtp_eagle", "full_attention", "dflash", "ngram"])
 def test_generations_in_passes_over_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -50,6 +50,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_hidden_layers=LAYERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "k"), cases_by_k(CASES, ["eagle3", "mtp_vanilla"]))
 def test_draft_logits_equal_recomputation(
     target_dir: Path, tmp_path: Path, name: str, k: int
@@ -79,6 +80,7 @@ def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, na
     run_with_changing_draft_len(make_case(name, target_dir, tmp_path, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["eagle3", *thinned(["eagle3_two_engine", "eagle3_flags", "eagle1", "mtp_eagle", "mimo", "glm",

@@ -43,6 +43,7 @@ def vl_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return vl_model_dir(tmp_path_factory.mktemp("vl"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [
     {}, {"enable_chunked_prefill": True, "max_num_tokens": 12, "max_batch_size": 2},
     {"disable_overlap_scheduler": False},

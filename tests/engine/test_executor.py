@@ -77,6 +77,7 @@ GREEDY_SETS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", *GREEDY_AXES), GREEDY_SETS)
 def test_greedy_equals_transformers(
     target_dir: Path, drafters: Drafters, oracle: Oracle,
@@ -189,6 +190,7 @@ def test_every_accepted_length_happens(target_dir: Path, oracle: Oracle) -> None
 
 
 # -- sampling ----------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_sampled_tokens_depend_on_seed_alone(
     target_dir: Path, drafters: Drafters, oracle: Oracle
 ) -> None:
@@ -244,6 +246,7 @@ def test_auto_dtype_is_the_one_that_the_cpu_is_fast_in(
 
 
 # -- stopping ----------------------------------------------------------------------------------
+@pytest.mark.slow
 @spread(mode=MODES, overlap=[False, True])
 def test_stop_token_inside_an_accepted_run(
     target_dir: Path, drafters: Drafters, oracle: Oracle, mode: str, overlap: bool
@@ -264,6 +267,7 @@ def test_stop_token_inside_an_accepted_run(
         assert output.outputs[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 @spread(mode=MODES, overlap=[False, True])
 def test_generation_up_to_the_maximum_length(
     target_dir: Path, drafters: Drafters, oracle: Oracle, mode: str, overlap: bool
@@ -792,6 +796,7 @@ def test_bad_sampling_params(fields: dict[str, Any]) -> None:
         SamplingParams(**fields)
 
 
+@pytest.mark.slow
 @spread(mode=MODES, overlap=[False, True])
 def test_no_block_is_given_back_while_it_is_needed(
     target_dir: Path, drafters: Drafters, oracle: Oracle, monkeypatch: pytest.MonkeyPatch,
@@ -914,6 +919,7 @@ def _engine_of_16(target_dir: Path, size: int | str) -> LLM:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_prompts_wait_no_longer_than_they_would_delay_others(
     target_dir: Path, oracle: Oracle
 ) -> None:

@@ -266,6 +266,7 @@ def test_a_perfect_head_is_always_accepted(rule: str) -> None:
     assert (loop.worker.draft_memory is None) == (rule == "exact_match")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_rejection_keeps_more_than_exact_match_of_another_head(rule: str) -> None:
     """So it is rejection sampling that judges, by a memory that nobody asked for."""

@@ -66,6 +66,7 @@ def plain(target_dir: Path) -> Callable[[int, int], list[list[int]]]:
 
 
 # -- the same text -----------------------------------------------------------------------------
+@pytest.mark.slow
 @spread(
     mode=["none", "ngram", "eagle3", "eagle3_two_engine", "mtp", "mtp_eagle", "draft_target",
           "dflash", "dspark", "pard"],

@@ -53,6 +53,7 @@ def joined(graphs: EagerGraphs) -> list[GraphKey]:
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(n)] for i, n in enumerate((9, 4, 2, 5, 19, 3))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("mode", MODES)
 def test_texts_are_those_without_graphs(

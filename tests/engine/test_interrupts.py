@@ -61,6 +61,7 @@ def _engine(target_dir: Path, mode: str, overlap: bool) -> LLM:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "overlap", "every"),
     [
@@ -105,6 +106,7 @@ def test_an_interrupt_at_any_line_of_a_step_loses_nothing(
     assert raised * every > 250 and raised > 0.97 * len(places), "some lines are run once an engine"
 
 
+@pytest.mark.slow
 def test_an_error_at_any_line_of_a_step_harms_nobody_else(target_dir: Path) -> None:
     """Code that is made to fail alone says so in its own request; all else is as above."""
     llm = _engine(target_dir, "ngram", True)
@@ -175,6 +177,7 @@ def states_dir(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "states"
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_states_are_saved_leaves_whole_samples(
     target_dir: Path, states_dir: Path
 ) -> None:

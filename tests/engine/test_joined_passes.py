@@ -90,6 +90,7 @@ class JoinedSchedule(Schedule):
         return llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if name not in ("eagle3_two_engine", "mtp_vanilla")]
 )
@@ -128,6 +129,7 @@ CASES: dict[str, tuple[Callable[[Drafters], DecodingBaseConfig | None], dict[str
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_requests_say_what_they_say_in_eager_passes(
     target_dir: Path, drafters: Drafters, name: str, monkeypatch: pytest.MonkeyPatch

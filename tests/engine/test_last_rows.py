@@ -48,6 +48,7 @@ def ended_early(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return watch_last_rows(monkeypatch)
 
 
+@pytest.mark.slow
 @spread(mode=MODES, chunk=[None, 17], overlap=[False, True], pool=[None, 112])
 def test_texts_are_transformers(
     target_dir: Path, drafters: Drafters, oracle: Oracle, ended_early: list[int],

@@ -38,6 +38,7 @@ def model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
 
 
+@pytest.mark.slow
 @spread(mode=MODES, rule=["strict", "rejection"])
 def test_against_transformers(folder: Path, model: Any, mode: str, rule: str) -> None:
     """Greedy and sampled, with filters; some ask for none; chunked prompts, preemption."""

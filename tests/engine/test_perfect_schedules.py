@@ -11,6 +11,7 @@ from perfect_schedules import NAMES, Schedule, make_case
 COUNTS = {name: 3 if name == "draft_target" else 1 for name in NAMES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_draft_is_accepted(tmp_path: Path, name: str) -> None:
     case, drafts = make_case(tmp_path, name), 0

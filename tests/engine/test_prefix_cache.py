@@ -43,6 +43,7 @@ def engine(
     return cpu_engine(target, config, kv_cache_config=cache, **options)
 
 
+@pytest.mark.slow
 @spread(
     mode=MODES,
     **{"sampled,chunk,overlap,pool,partial": [
@@ -82,6 +83,7 @@ def deep_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("deep"), seed=1, num_hidden_layers=LAYERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, n) for kind, (_, _, names) in CASES_OF_KIND.items() for n in names]
 )

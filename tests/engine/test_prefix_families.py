@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from embeds import embeds_prompt, mrope_positions_of_prompt, vl_model_dir, vl_with_mtp
 from gemma_images import image_prompt, whole_dir
@@ -40,6 +41,7 @@ def assert_reuse_changes_nothing(
     return cached
 
 
+@pytest.mark.slow
 @spread(
     mode=["none", "eagle3", "draft_target", "mtp"],
     **{"window,kinds,chunk,pool": [
@@ -66,6 +68,7 @@ def test_windows(
     assert sum(cached.cached) > 60
 
 
+@pytest.mark.slow
 @spread(family=["gemma3_text", "gemma4_small"], sampled=[False, True])
 def test_an_assistant_that_reads_the_targets_keys(
     tmp_path: Path, family: str, sampled: bool
@@ -77,6 +80,7 @@ def test_an_assistant_that_reads_the_targets_keys(
     assert sum(cached.cached) > 60
 
 
+@pytest.mark.slow
 @spread(vanilla=[False, True], chunk=[None, 16])
 def test_latent_attention(tmp_path: Path, vanilla: bool, chunk: int | None) -> None:
     path = mtp_model_dir(tmp_path, layout="deepseek_v3", num_mtp_layers=K)
@@ -119,6 +123,7 @@ def look_and_ask(prompt: EmbedsPrompt, other: EmbedsPrompt) -> Any:
     return run
 
 
+@pytest.mark.slow
 @spread(mode=["none", "eagle3", "mtp"], chunk=[None, 17], axes=[True, False], page=[4, 2])
 def test_images_and_axes(
     tmp_path: Path, mode: str, chunk: int | None, axes: bool, page: int

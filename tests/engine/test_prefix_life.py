@@ -251,6 +251,7 @@ def test_an_assistant_without_keys_reads_nothing_ahead(tmp_path: Path) -> None:
     assert llm.executor.worker.num_tokens_ahead == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "ngram", "draft_target", "eagle3", "mtp", "dflash"])
 def test_a_block_is_published_when_no_step_writes_to_it_any_more(
     target_dir: Path, drafters: Drafters, oracle: Oracle, mode: str
@@ -312,6 +313,7 @@ def test_a_prompt_that_is_cut_off_leaves_what_it_computed(
 
 
 # -- ends --------------------------------------------------------------------------------------
+@pytest.mark.slow
 @spread(
     mode=MODES if full() else ["ngram", "eagle3", "mtp", "pard"],
     **{"overlap,chunk,partial": [

@@ -65,6 +65,7 @@ SETS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", *AXES), SETS)
 @pytest.mark.usefixtures("few_rows")
 def test_against_transformers(

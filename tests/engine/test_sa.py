@@ -78,6 +78,7 @@ def drafts_of(llm: LLM, request: Request) -> list[int]:
     return llm.executor.state.next_tokens[request.slot, 1:].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_pool", [True, False])
 def test_proposals_are_those_of_a_search_in_lists(
     target_dir: Path, oracle: Oracle, has_pool: bool

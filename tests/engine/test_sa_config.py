@@ -75,6 +75,7 @@ class Spy:
         monkeypatch.setattr(LookupBesideNetwork, "override", override)
 
 
+@pytest.mark.slow
 @spread(mode=IN_STEP if full() else ["eagle3", "mtp", "dflash"], has_pool=[True, False])
 def test_drafts_are_those_of_a_search_where_its_match_is_long(
     target_dir: Path, oracle: Oracle, drafters: Drafters, mode: str, has_pool: bool,
@@ -116,6 +117,7 @@ def test_drafts_are_those_of_a_search_where_its_match_is_long(
     assert looked_up <= llm.stats().num_looked_up_drafts
 
 
+@pytest.mark.slow
 @covering(mode=IN_STEP, overlap=[False, True], chunk=[None, 24], threshold=[1, 3])
 def test_texts_are_those_of_greedy_decoding(
     target_dir: Path, oracle: Oracle, drafters: Drafters, mode: str, overlap: bool,
@@ -139,6 +141,7 @@ def test_texts_are_those_of_greedy_decoding(
     assert llm.stats().num_looked_up_drafts == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", IN_STEP if full() else ["eagle3", "mtp", "pard", "dflash"])
 def test_the_network_drafts_as_it_would_alone(
     target_dir: Path, drafters: Drafters, mode: str, monkeypatch: pytest.MonkeyPatch

@@ -185,6 +185,7 @@ class Session:
         self.cache.check_integrity()
 
 
+@pytest.mark.slow
 @covering(windows=[(None,), (None, 6), (9,), (None, 3, 14)], ahead=[0, 1, 4])
 def test_what_is_found_is_the_text_s_own(windows: tuple[int | None, ...], ahead: int) -> None:
     session = Session(windows, ahead, seed=ahead)

@@ -42,6 +42,7 @@ def test_the_setups_cover_what_they_claim() -> None:
         assert len({str(s.graphs) for s in ours}) == 4 and len({s.pool for s in ours}) == 3
 
 
+@pytest.mark.slow
 def test_mixed_requests_are_all_answered_and_nothing_is_left(
     models: dict[str, Models], references: dict[str, References]
 ) -> None:

@@ -75,6 +75,7 @@ def watch_rows(llm: LLM, steps: list[list[int]]) -> None:
     target.forward = watched  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", [None, 112])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "none"])
 def test_greedy_equals_transformers(

@@ -183,6 +183,7 @@ def _prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     return prompts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "kind", "window", "page", "chunked", "overlap"),
     [
@@ -313,6 +314,7 @@ def test_nan_that_no_row_saw_leaves_with_the_request(models: Models, end: str) -
 
 
 # -- the ledger --------------------------------------------------------------------------------
+@pytest.mark.slow
 @settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

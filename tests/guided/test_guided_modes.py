@@ -108,6 +108,7 @@ def outputs_of(target: Path, cases: list[Case]) -> Iterator[Any]:
     yield run
 
 
+@pytest.mark.slow
 @spread(
     mode=MODES,
     **{
@@ -133,6 +134,7 @@ def test_tokens_are_those_of_brute_force(
     assert outputs_of(config, chunk=chunk, pool=pool, overlap=overlap) == expected
 
 
+@pytest.mark.slow
 @spread(mode=NETWORKS, **{"chunk,pool,overlap": [(17, 96, True), (None, None, False)]})
 def test_launches_in_halves(
     drafters: Drafters,
@@ -240,6 +242,7 @@ def test_the_cases_reach_what_they_are_for(cases: list[Case], expected: list[lis
         assert (output[-1] == 2) == language.is_whole(text) or len(output) == COUNT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "eagle3", "mtp", "dflash"])
 def test_prompts_found_in_the_prefix_cache(
     drafters: Drafters,

@@ -54,6 +54,7 @@ def joint(folder: Path, letters: list[int]) -> Tensor:
     return first[:, None, None] * second[:, :, None] * third.view(5, 5, 5)
 
 
+@pytest.mark.slow
 @spread(
     mode=["eagle3", "dflash2", "dflash", "draft_target", "mtp_eagle"],
     rule=["rejection", "block", "exact_match", "strict"],

@@ -68,6 +68,7 @@ def _decode(target: Path, config: DecodingBaseConfig, overlap: bool) -> LLM:
     return llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_executor_tells_of_a_dead_head_and_of_nothing_else(
     tmp_path: Path,

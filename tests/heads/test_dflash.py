@@ -50,6 +50,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_hidden_layers=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "k"), cases_by_k(DFLASH_CASES, ["dflash"]))
 def test_draft_logits_equal_recomputation(
     target_dir: Path, tmp_path: Path, name: str, k: int
@@ -71,6 +72,7 @@ WINDOW = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -216,12 +218,14 @@ def test_draft_logits_up_to_the_maximum_length(target_dir: Path, tmp_path: Path,
     assert output.token_ids == expected and output.finish_reason == "length"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dflash", "dflash_anchor", "dflash_next"])
 def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, name: str) -> None:
     case = make_dflash_case(name, target_dir, tmp_path, 3)
     run_with_changing_draft_len(case, MaskedScript)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dflash", "dflash_windows", "dflash_next"])
 def test_a_head_reads_late_what_it_missed(target_dir: Path, tmp_path: Path, name: str) -> None:
     """Its windows are shorter than what it may miss."""

@@ -39,6 +39,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_hidden_layers=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "k"), cases_by_k(DFLASH2_CASES, ["dflash2"]))
 def test_scores_equal_recomputation(target_dir: Path, tmp_path: Path, name: str, k: int) -> None:
     case = make_dflash2_case(name, target_dir, tmp_path, k)
@@ -66,6 +67,7 @@ def _path(case: Case, text: list[int], k: int) -> tuple[list[int], list[int]]:
     return taken, alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dflash2", "dflash2_anchor"])
 def test_drafts_are_the_best_path(target_dir: Path, tmp_path: Path, name: str) -> None:
     k = 4
@@ -91,6 +93,7 @@ def oracle(target_dir: Path) -> Oracle:
     return Oracle(target_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["strict", "exact_match", "rejection", "block"])
 def test_texts_are_right_under_every_rule(
     target_dir: Path, oracle: Oracle, tmp_path: Path, rule: str

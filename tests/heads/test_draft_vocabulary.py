@@ -72,6 +72,7 @@ def test_more_entries(target_dir: Path, tmp_path: Path, rule: str, device: str) 
             assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", ["strict", "rejection"])
 def test_fewer_entries(target_dir: Path, tmp_path: Path, rule: str, device: str) -> None:

@@ -47,6 +47,7 @@ def _prompts(*lengths: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "mtp_eagle", "mtp_vanilla"])
 def test_draft_logits_equal_recomputation(target_dir: Path, tmp_path: Path, name: str) -> None:
     """At every step of a random schedule, with and without what is further back."""

@@ -34,6 +34,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_hidden_layers=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "k"), cases_by_k(DSPARK_CASES, ["dspark"]))
 def test_draft_logits_equal_recomputation(
     target_dir: Path, tmp_path: Path, name: str, k: int
@@ -54,6 +55,7 @@ def oracle(target_dir: Path) -> Oracle:
     return Oracle(target_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["strict", "exact_match", "rejection", "block"])
 def test_texts_are_right_under_every_rule(
     target_dir: Path, oracle: Oracle, tmp_path: Path, rule: str

@@ -211,6 +211,7 @@ SHORT = [("gemma3_text", False, 1), ("gemma4_text", True, 2)]
 RECOMPUTED += product(FAMILIES[:2], [True, False], [1, 2]) if full() else SHORT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "one_model", "k"), RECOMPUTED)
 def test_draft_logits_equal_recomputation(
     pairs: dict[str, tuple[Path, Path]], family: str, one_model: bool, k: int
@@ -268,6 +269,7 @@ def oracles(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Oracle]:
     return {family: Oracle(target) for family, (target, _) in pairs.items()}
 
 
+@pytest.mark.slow
 @covering(**{
     "family,one_model": [*product(FAMILIES[:2], [True, False]), ("gemma4_small", True)],
     "chunked": [False, True], "overlap": [False, True], "pool": [512, 100],

@@ -507,6 +507,7 @@ def _crash(path: Path, target: Decoder, kind: str, what: object) -> list[str]:
     return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["raw", "qwen2", "speculators", "eagle1", "mtp"])
 def test_random_fields_never_crash(tmp_path: Path, target: Decoder, form: str) -> None:
     path = {"eagle1": eagle1_dir, "mtp": mtp_model_dir}.get(form, eagle3_dir)(tmp_path)

@@ -35,6 +35,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- logits ------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "k"), cases_by_k(MASKED_CASES, ["p_eagle"]))
 def test_draft_logits_equal_recomputation(
     target_dir: Path, tmp_path: Path, name: str, k: int

@@ -45,6 +45,7 @@ def _engine(tmp_path: Path, made: tuple[str, str, bool], k: int, **options: Any)
     return cpu_engine(target, config, max_batch_size=3, max_seq_len=160, **options)
 
 
+@pytest.mark.slow
 @covering(made=MADE, k=[1, 3, PERIOD], overlap=[False, True], chunk=[None, 36], pool=[None, 280])
 def test_a_perfect_head_is_always_accepted(
     tmp_path: Path, made: tuple[str, str, bool], k: int, overlap: bool, chunk: int | None,

@@ -83,6 +83,7 @@ def plain_texts() -> list[list[int]]:
     return _texts(None)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize(
     ("name", "least"),

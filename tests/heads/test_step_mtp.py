@@ -63,6 +63,7 @@ def test_the_target_equals_transformers(target: Path, oracle: StepOracle) -> Non
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "max_seq_len"), [(1, 64), (2, 64), (4, 64), (4, 36)])
 def test_draft_logits_equal_recomputation(
     target: Path, oracle: StepOracle, k: int, max_seq_len: int
@@ -76,6 +77,7 @@ def test_draft_logits_equal_recomputation(
     assert executor.kv_cache.windows == (None, WINDOW, *([WINDOW] if k == 1 else [WINDOW, None]))
 
 
+@pytest.mark.slow
 @covering(chunked=[False, True], overlap=[False, True], pool=[None, 88])
 def test_greedy_equals_transformers(
     target: Path, oracle: StepOracle, monkeypatch: pytest.MonkeyPatch,

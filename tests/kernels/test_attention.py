@@ -112,6 +112,7 @@ def test_ragged_pass(
     assert not group.k_cache[1, NULL_BLOCK].any(), "the null block was written"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("past", "has_sinks"),
     [(10, False), (100, False), (700, False), (1050, False), (30, True), (500, True)],

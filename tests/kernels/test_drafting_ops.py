@@ -764,6 +764,7 @@ WHOLE_STEPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @spread(name=WHOLE_STEPS, temperature=[0.0, 1.0])
 def test_a_run_with_kernels_is_the_same(tmp_path: Path, name: str, temperature: float) -> None:
     """Texts, and what every step leaves in the slots, up to the maximum length."""

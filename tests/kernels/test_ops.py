@@ -416,6 +416,7 @@ def test_logits_without_nan_are_taken_as_they_are() -> None:
     assert cleaned[1, 7] == float("inf") and logits[2, 3].isnan()
 
 
+@pytest.mark.slow
 def test_a_certain_token_is_always_sampled() -> None:
     logits = torch.zeros(200, 49152)
     logits[:, 7] = 100.0

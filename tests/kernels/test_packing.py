@@ -172,6 +172,7 @@ def _rows_alone(q: Tensor, meta: AttentionMetadata, rows: Tensor, **layer: Any) 
     return out[rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [2, 24])
 @pytest.mark.parametrize(
     ("heads", "dim", "window", "lens"),
@@ -206,6 +207,7 @@ def test_attention_of_more_rows_than_a_tile() -> None:
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [2, 40])
 def test_latent_attention(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
     monkeypatch.setattr("trtspec.attention.mla._programs", lambda _: programs)

@@ -80,6 +80,7 @@ def owner_words(name: str) -> torch.Tensor:
     return torch.tensor([OWNERS[name], 1])
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_matches_in_the_ring_equal_a_search_in_lists(data: st.DataObject) -> None:
@@ -136,6 +137,7 @@ def to_matches(found: list[Found], count: int, k: int) -> Matches:
     return Matches(torch.tensor([lens]), torch.tensor([rows[:count]], dtype=torch.int32))
 
 
+@pytest.mark.slow
 @example([Found(1, [0] * 3)], [Found(1, [0]), *[Found(1, [0] * 4)] * 2], 0, 0.0)  # 3 or 1 + 3 * 2/3
 @settings(max_examples=500, deadline=None)
 @given(FOUND, FOUND, st.sampled_from([0, 1, 2]), st.sampled_from([0.0, 0.25, 0.5, 1.0]))

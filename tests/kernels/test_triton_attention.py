@@ -45,6 +45,7 @@ GRID = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "heads", "dim", "page", "lengths", "window"), GRID)
 def test_equals_torch(
     rows: int, heads: tuple[int, int], dim: int, page: int, lengths: list[int], window: int | None
@@ -92,6 +93,7 @@ def _sinks(heads: int) -> torch.Tensor:
     return torch.linspace(-3, 9, heads).to(DEVICE)
 
 
+@pytest.mark.slow
 @spread(**{
     "rows,heads,dim": [(5, (6, 2), 16), (33, (8, 1), 64), (1, (4, 4), 32)],
     "programs": [1, 24], "has_sinks": [False, True],
@@ -134,6 +136,7 @@ def test_rows_that_see_both_ways_with_windows_of_their_own(
     assert compared >= 3 * q_heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "dim", "page", "window", "has_sinks"),
     [
@@ -198,6 +201,7 @@ def test_a_short_rest_of_a_prompt_in_a_captured_pass(
     assert ours.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 @pytest.mark.parametrize(("heads", "dim", "window", "softcap", "has_room", "parts"), [
     ((4, 2), 64, None, None, True, 1), ((4, 2), 64, None, None, True, 16),
@@ -253,6 +257,7 @@ def _of_dtype(group: KVGroup, dtype: torch.dtype) -> KVGroup:
     return KVGroup(group.k_cache.to(dtype), group.v_cache.to(dtype))
 
 
+@pytest.mark.slow
 @spread(**{"softcap,scale": [(2.0, None), (0.5, 1.0), (50.0, 0.1)], "window": [None, 40]})
 def test_capped_scores(softcap: float, scale: float | None, window: int | None) -> None:
     """Of contexts and of generations beside them."""

@@ -43,6 +43,7 @@ def both(q: Tensor, meta: AttentionMetadata) -> list[Tensor]:
     return [attend(b, q, replace(meta, derived={}), layer=1, scale=0.17) for b in backends]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "heads", "latent", "page", "lengths"),
     [

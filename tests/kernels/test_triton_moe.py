@@ -195,6 +195,7 @@ def _poisoned(*args: Any) -> torch.Tensor:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", FP8_DTYPES)
 @pytest.mark.parametrize("shape", FP8_SHAPES)

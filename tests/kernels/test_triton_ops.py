@@ -436,6 +436,7 @@ def _ring_texts(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
         start = (start + ring.ring_pages(len(text)) * ring.PAGE) % (RING_PAGES * ring.PAGE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(6))
 def test_add_texts_to_a_ring(seed: int, together: int) -> None:

@@ -64,6 +64,7 @@ def _same(ours: tuple[Tensor, ...], twin: tuple[Tensor, ...]) -> None:
         assert mine.tolist() == theirs.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "filters", "has_table"),
     [
@@ -80,6 +81,7 @@ def test_what_is_accepted(
         _same(case.kernels(), case.twin())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize(("filters", "has_table"), [("", True), ("p", False)])
 def test_what_is_accepted_of_certain_drafts(
@@ -182,6 +184,7 @@ def test_top_p_that_rounds_to_all_keeps_to_top_k() -> None:
     assert int(kept.sum(1).max()) <= 50
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu runs engines with kernels")
 @pytest.mark.parametrize("rule", ["exact_match", "rejection", "block"])
 def test_an_engine_says_the_same_with_kernels(

@@ -163,6 +163,7 @@ def oracle(mtp_dir: Path) -> Oracle:
     return Oracle(mtp_dir)
 
 
+@pytest.mark.slow
 @covering(mode=["none", *MTP], chunk=[None, 24], overlap=[False, True], pool=[None, 112])
 def test_greedy_equals_transformers(
     mtp_dir: Path, oracle: Oracle, mode: str, chunk: int | None, overlap: bool, pool: int | None

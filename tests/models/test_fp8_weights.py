@@ -547,6 +547,7 @@ def are_close(ours: list[Tensor], others: list[Tensor]) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_quantised_drafter_is_one_of_the_rounded_weights(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

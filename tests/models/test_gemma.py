@@ -54,6 +54,7 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, overrides: dict[
     assert error < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gemma4_text", "gemma4_small"])
 @pytest.mark.parametrize("speculative", [False, True])
 def test_step_by_step(tmp_path: Path, family: str, speculative: bool) -> None:

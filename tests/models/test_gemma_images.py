@@ -36,6 +36,7 @@ def _tokens(llm: LLM, *prompts: Any, count: int = COUNT) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", list(WHOLE))
 @pytest.mark.parametrize("lengths", [(6, 3), (7,), (11, 2)])
 def test_tokens_equal_transformers(tmp_path: Path, family: str, lengths: tuple[int, ...]) -> None:
@@ -65,6 +66,7 @@ def test_tokens_equal_transformers(tmp_path: Path, family: str, lengths: tuple[i
     assert _tokens(llm, typed) == [expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", list(WHOLE))
 @pytest.mark.parametrize("size", [12, 13, 15])
 def test_no_chunk_cuts_an_image(tmp_path: Path, family: str, size: int) -> None:
@@ -104,6 +106,7 @@ def test_no_chunk_cuts_an_image(tmp_path: Path, family: str, size: int) -> None:
     assert not any(a < cut < b for a, b in request.images for chunk in seen for cut in chunk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [34, 36, 40, 48])
 def test_few_blocks_hold_nobody_up(tmp_path: Path, capacity: int) -> None:
     """A prompt that begins with an image arrives while another text is generated: whatever is free

@@ -54,6 +54,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return path, Oracle(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["plain", "ngram", "assistant"])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_greedy_equals_transformers(target: Any, tmp_path: Path, mode: str, chunked: bool) -> None:

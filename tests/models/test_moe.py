@@ -217,6 +217,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path, Oracle(path)
 
 
+@pytest.mark.slow
 @covering(mode=["none", *MTP], chunk=[None, 24], overlap=[False, True], pool=[None, 112])
 def test_greedy_equals_transformers(
     target: Any, mode: str, chunk: int | None, overlap: bool, pool: int | None

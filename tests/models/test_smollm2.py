@@ -136,6 +136,7 @@ def _tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 FEW = [("draft_target", True, False), ("user_provided", False, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "chunked", "overlap"),
     list(itertools.product(MODES, (False, True), (False, True))) if full() else FEW,
@@ -157,6 +158,7 @@ def test_mixed_batches_in_a_tight_pool_equal_transformers(
         assert llm.stats().acceptance_length > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES if full() else ["ngram"])
 def test_batch_one_equals_transformers(
     model_dir: Path, short_model_dir: Path, prompts: list[list[int]], expected: list[list[int]],
@@ -249,6 +251,7 @@ def test_streamed_text_adds_up_and_never_takes_back(llm: LLM) -> None:
     assert (text, tokens) == (whole.text, whole.token_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["5", " 4 5", "6 7", ["nothing", " 7"]])
 def test_stop_strings_cut_the_text_where_plain_decoding_would(llm: LLM, stop: Any) -> None:
     prompt, params = "1 2 3 1 2 3 4 5 6 7 8 9 1 2 3", SamplingParams(max_tokens=24, ignore_eos=True)
@@ -297,6 +300,7 @@ def test_bad_text_requests(llm: LLM) -> None:
     assert llm.generate("ok", SamplingParams(max_tokens=1)).finished
 
 
+@pytest.mark.slow
 def test_a_random_eagle3_head_changes_no_token(
     model_dir: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def test_draft_logits_equal_recomputation(target: Path, oracle: StepOracle) -> N
     assert compared > 30 and set(executor.statistics.accepted_lens) == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize(
     "spec", [None, MTP, NGramDecodingConfig(max_draft_len=3, min_matching_ngram_size=1)],

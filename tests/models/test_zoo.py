@@ -431,6 +431,7 @@ def test_damaged_gguf_leaves_nothing(tiny_gguf: Path, cache: Path) -> None:
         zoo.resolve_model("no.gguf")
 
 
+@pytest.mark.slow
 def test_two_processes(tiny_gguf: Path, cache: Path) -> None:
     """Both get the directory; one of them converts."""
     code = (

@@ -111,6 +111,7 @@ def test_a_grammar_and_bans_that_leave_nothing(
         assert (reason == "error") == ("nothing is above -inf" in (output.error or ""))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block", "exact_match"])
 def test_sampled_texts_have_their_distribution(target_dir: Path, rule: str) -> None:
     """Whole texts of at most four tokens, of which those with two A's in turn end there."""
@@ -186,6 +187,7 @@ class Case:
         )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_accepted_drafts_have_the_targets_distribution(rule: str) -> None:
     """What a step puts out, and then tokens of the target, up to a text with nothing after it."""

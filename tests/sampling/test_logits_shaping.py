@@ -105,6 +105,7 @@ def cases(folder: Path) -> list[tuple[list[int], SamplingParams, list[int]]]:
     return requests(Plain(folder / "target"), 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "ngram", "itself", *NETWORKS])
 def test_greedy_texts_are_those_of_the_formulas(
     folder: Path, cases: list[tuple[list[int], SamplingParams, list[int]]], mode: str
@@ -127,6 +128,7 @@ def test_greedy_texts_are_those_of_the_formulas(
         assert 1.5 < llm.stats().acceptance_length < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", thinned(["rejection", "strict", "exact_match", "block"], 4))
 def test_sampled_texts_follow_the_shaped_distribution(folder: Path, rule: str) -> None:
     """The third token's distribution, penalties and min-p seen row by row by what is judged."""

@@ -45,6 +45,7 @@ FEW = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "name"), list(itertools.product(RULES, SETTINGS)) if full() else FEW
 )
@@ -55,6 +56,7 @@ def test_texts_are_distributed_as_the_targets(rule: str, name: str) -> None:
     assert p_value(texts, expected_distribution(**given)) > 1e-3  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_what_each_rule_keeps() -> None:
     """Rejection keeps more than an exact match of best drafts, blocks at least as much; drafts
     drawn with the target's own noise lie between."""

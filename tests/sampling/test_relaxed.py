@@ -110,6 +110,7 @@ def _llm(target: Path, config: MTPDecodingConfig | None, **options: Any) -> LLM:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vanilla", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("place", [0, 9, 29])

@@ -81,6 +81,7 @@ def p_value(tokens: Sequence[int], probabilities: Tensor) -> float:
     return float(torch.special.gammaincc(torch.tensor((VOCAB - 1) / 2).double(), chi_square / 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "rule"),
     [
@@ -132,6 +133,7 @@ def _p_values_of(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_draft_lengths_that_change_at_every_step(
     folder: Path, probabilities: list[Tensor], rule: str, monkeypatch: pytest.MonkeyPatch
@@ -159,6 +161,7 @@ SHARED_OUT = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "rule"), SHARED_OUT)
 def test_verification_that_is_shared_out(
     folder: Path, probabilities: list[Tensor], mode: str, rule: str
@@ -180,6 +183,7 @@ def _p_values_of_80(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", thinned(["block", "rejection"], 2))
 def test_a_choice_by_the_drafted_token_is_noticed(
     folder: Path, probabilities: list[Tensor], rule: str, monkeypatch: pytest.MonkeyPatch
@@ -202,6 +206,7 @@ def _with_lookup(folder: Path, mode: str, rule: str) -> DecodingBaseConfig:
     return replace(config_of(folder, mode, rule), sa_config=lookup)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "rule"),
     [
@@ -225,6 +230,7 @@ def test_drafts_of_which_some_are_looked_up(
     assert 1000 < counts[0].num_looked_up_drafts < 6000 * K
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_drafts_that_are_not_known_as_certain_are_noticed(
     folder: Path, probabilities: list[Tensor], rule: str, monkeypatch: pytest.MonkeyPatch
@@ -269,6 +275,7 @@ def test_a_path_that_is_not_drawn_as_remembered_is_noticed(
 
 
 # -- reproducible ------------------------------------------------------------------------------
+@pytest.mark.slow
 @spread(mode=NETWORKS, rule=["rejection", "block"])
 def test_a_seeded_request_says_the_same_in_any_company(folder: Path, mode: str, rule: str) -> None:
     prompts, params = requests(12 if full() else 7)
@@ -287,6 +294,7 @@ def test_a_seeded_request_says_the_same_in_any_company(folder: Path, mode: str, 
     assert llm.stats().num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_many_requests(folder: Path) -> None:
     """Alone, together, the other way round, and preempted."""
     prompts, params = requests(200 if full() else 20, 12)

@@ -66,6 +66,7 @@ def test_prompts_start_at_once(
     assert arguments["prefill_batch_size"] == expected
 
 
+@pytest.mark.slow
 def test_over_ranks(model_dir: Path, reference: LLM) -> None:
     """Two ranks behind the engine thread."""
     llm = make_llm(model_dir, tensor_parallel_size=2)

@@ -330,6 +330,7 @@ def test_a_signal_before_the_first_message(
     assert isinstance(messages[0], Settings) and messages[1] == Stop()
 
 
+@pytest.mark.slow
 def test_files_of_the_working_directory_are_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

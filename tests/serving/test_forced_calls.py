@@ -94,6 +94,7 @@ def random_text(matcher: Any, seed: int) -> str:
     raise AssertionError(f"no end: {text[-300:]!r}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 @pytest.mark.parametrize(("form", "template"), FORMS, ids=lambda v: getattr(v, "name", v))
 def test_texts_of_the_grammar_are_calls(form: Format, template: str, choice: Any) -> None:

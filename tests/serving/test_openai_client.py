@@ -502,6 +502,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     served.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [None, "get", "put"])
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_calls_are_forced(caller: openai.OpenAI, name: str | None, is_streamed: bool) -> None:

@@ -88,6 +88,7 @@ def running_lines(url: str, body: dict[str, Any]) -> Iterator[Iterator[str]]:
         yield lines
 
 
+@pytest.mark.slow
 def test_signals(model_dir: Path) -> None:
     """The first lets requests finish; with none left it ends with code 0. The second ends all."""
     with (
@@ -128,6 +129,7 @@ def wait_until_gone(process: psutil.Process) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_each_process_ends_with_the_other(model_dir: Path) -> None:
     """And says why: to the terminal, or to its clients."""
     with served(model_dir) as (process, url), served(model_dir) as (other, other_url):

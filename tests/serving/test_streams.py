@@ -203,6 +203,7 @@ def text_of_choice(choice: Any) -> str:
     return choice.get("delta", choice.get("message", {})).get("content", "")
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_late_misses_nothing(model_dir: Path) -> None:
     """The engine is done by then. What it made meanwhile comes in few events."""
     served = Served(make_llm(model_dir))

@@ -94,6 +94,7 @@ def test_what_was_seen_of_drafts_is_forgotten(llm: LLM) -> None:
     assert executor.dead_drafter_watch is not None and executor.dead_drafter_watch is not watch
 
 
+@pytest.mark.slow
 def test_lengths_that_choose_themselves_go_on_doing_so(
     model_dir: Path, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +148,7 @@ def gpu_shapes(llm: LLM, room: int) -> Shapes:
         llm.executor.device = device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_seq_len", [4, 20, 60])
 def test_short_sequences(model_dir: Path, max_seq_len: int) -> None:
     with make_llm(model_dir, max_seq_len=max_seq_len) as llm:

@@ -69,6 +69,7 @@ def logits_of(head: DFlashHead, step: DraftStep) -> Tensor:
     return torch.full_like(logits, -math.inf).scatter(1, candidates.ids[0], scores)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*DFLASH_CASES, "dflash_windows_ahead", *DSPARK_CASES, *DFLASH2_CASES]
 )
@@ -172,6 +173,7 @@ def disturb(head: DFlashHead) -> None:
             parameter.data.normal_(generator=generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "reads_next", "window"),
     [*((k, False, None) for k in CONFIGS), ("dspark", True, 5), ("dflash", False, 1)],

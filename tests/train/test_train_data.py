@@ -840,6 +840,7 @@ def test_hopeless_runs_end(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not llm.executor.has_work
 
 
+@pytest.mark.slow
 def test_seeds_without_given_prompts(llm: LLM, tmp_path: Path) -> None:
     """A random model writes no passages: conversations of other kinds remain."""
     report = _generate(
@@ -905,6 +906,7 @@ def smollm2() -> Iterator[LLM]:
     yield LLM("smollm2-135m", device="cpu", dtype="float32", max_batch_size=8, max_seq_len=512)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_smollm2_writes_its_own_training_text(smollm2: LLM, tmp_path: Path) -> None:
     mix = Mix(self_written=0.5, second_turn=0.5, max_user_tokens=16, max_passage_tokens=16)

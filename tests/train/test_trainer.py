@@ -84,6 +84,7 @@ TRAINED = [*thinned(["eagle3", "dflash", "dspark"], 2), "dflash2"]
 RESUMED_WITH_MUON = [("eagle3", "muon"), ("dflash2", "muon")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TRAINED)
 def test_it_learns_and_what_it_saves_drafts(
     target_dir: Path, data: GreedyTexts, tmp_path: Path, kind: str
