@@ -220,6 +220,7 @@ def test_a_request_is_preempted_for_blocks_of_its_own_rank(model: Path) -> None:
         assert all(len(request.output_token_ids) == 24 for request in requests)
 
 
+@pytest.mark.slow
 def test_an_error_of_rank_0_alone_ends_all(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even one that reads as if another rank were gone."""
     llm = two_ranks(model)

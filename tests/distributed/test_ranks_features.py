@@ -96,6 +96,7 @@ def test_log_probabilities_of_prompts(target_dir: Path, eagle3: Any, attention_d
     assert_as_asked(outputs, counts, Oracle(target_dir).read)
 
 
+@pytest.mark.slow
 def test_drafts_that_are_looked_up(target_dir: Path, eagle3: Any) -> None:
     """Every rank keeps the texts, and chooses alike."""
     config = replace(eagle3, sa_config=SAEnhancerConfig(threshold=2))
@@ -115,6 +116,7 @@ def test_drafts_that_are_looked_up(target_dir: Path, eagle3: Any) -> None:
     assert one == two and one[1] > 50 and one[2] > 1.2
 
 
+@pytest.mark.slow
 def test_verification_is_shared_out_alike(target_dir: Path, eagle3: Any) -> None:
     """By the same chances on every rank: rows of one that another leaves out would not add up."""
     config = replace(eagle3, acceptance="exact_match", max_verified_drafts=5)
@@ -144,6 +146,7 @@ def test_draft_lengths_change_while_running(target_dir: Path, eagle3: Any) -> No
     assert one == two
 
 
+@pytest.mark.slow
 def test_a_head_reads_late_on_every_rank(target_dir: Path, eagle3: Any) -> None:
     """Each rank has a part of the head's keys: what one lacks changes the drafts."""
 
@@ -213,6 +216,7 @@ def test_saved_hidden_states(target_dir: Path, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention_dp", [False, True])
 def test_latent_attention_with_mtp(tmp_path: Path, attention_dp: bool) -> None:
     path = mtp_model_dir(tmp_path, layout="deepseek_v3", num_mtp_layers=2)
@@ -319,6 +323,7 @@ def test_an_fp8_cache_with_scales_of_heads(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_threads_build_and_generate_at_once(target_dir: Path) -> None:
     """All ranks do one thing at a time, so a thread waits while another one builds."""
     texts: dict[int, list[list[int]]] = {}

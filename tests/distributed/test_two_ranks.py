@@ -91,6 +91,7 @@ def test_attention_data_parallel(
         assert output.outputs[0].token_ids == oracle.extend(prompt, count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", NETWORKS if full() else ["dflash", "dflash2"])
 def test_as_many_drafts_are_accepted_as_on_one_rank(
     target_dir: Path, drafters: Drafters, mode: str

@@ -386,6 +386,7 @@ def test_n_grams_propose_what_they_find(target: Path) -> None:
     assert advice.rows[K].expected_tokens == pytest.approx(found.acceptance_length.value)
 
 
+@pytest.mark.slow
 def test_sampled_answers_repeat(folder: Path, target: Path) -> None:
     llm = build(target, eagle(eagle3_dir(folder)))
     options: dict[str, Any] = {"temperatures": [1.0], "max_tokens": 12, "encode": encode}
@@ -629,6 +630,7 @@ def check_page(page: str, titles: Sequence[str]) -> list[str]:
     return [base64.b64decode(data).decode() for _, data in images]
 
 
+@pytest.mark.slow
 def test_the_page_is_whole_without_matplotlib_too(report: AcceptanceReport) -> None:
     page = render_html(report, "Title & more", {"One <plot>": "<svg>é</svg>"})
     assert check_page(page, ["One &lt;plot&gt;"]) == ["<svg>é</svg>"]
@@ -681,6 +683,7 @@ def test_what_the_plots_are_told(report: AcceptanceReport, monkeypatch: pytest.M
     assert speeds == [row.tokens_per_second for row in report.advice.rows]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib (the extra `report`) is not installed")
 def test_the_plots(report: AcceptanceReport) -> None:
     plots = draw_plots(report)
@@ -892,6 +895,7 @@ def test_names_are_drawn_as_they_are(run: Any, tmp_path: Path) -> None:
     assert max(map(len, re.findall(r"<!-- (.*) -->", drawn[1]))) <= 50
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_kept_where_there_is_no_advice(run: Any, tmp_path: Path) -> None:
     file, few = tmp_path / "report.json", ("--categories", "b", "--per-category", "1")
     given = (*few, "--advise", "--max-batch-size", 1000, "--json-file", file)

@@ -265,6 +265,7 @@ def test_values_that_overflow(eagle3: Case, tmp_path: Path) -> None:
     assert not diagnosis.is_well and not diagnosis.tried
 
 
+@pytest.mark.slow
 def test_a_draft_vocabulary_of_other_tokens(eagle3: Case, tmp_path: Path) -> None:
     written, counts = eagle3.texts.input_ids[eagle3.texts.loss_mask].unique(return_counts=True)
     common = written[counts.argsort(descending=True)[: len(written) // 2]]

@@ -80,6 +80,7 @@ def _table(diagnosis: Diagnosis) -> list[Any]:
     return [diagnosis.as_loaded, [(f.name, f.result.conditional) for f in diagnosis.tried]]
 
 
+@pytest.mark.slow
 def test_a_good_assistant_and_a_spoilt_one(
     pair: Pair, naive: NaiveAssistant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,7 @@ def test_mtp_layers_of_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "RoPE of the head's two kinds of layers is swapped" in names
 
 
+@pytest.mark.slow
 def test_mtp_layers_with_a_draft_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _attentive(step_dir(tmp_path), *(f"model.layers.{i}." for i in range(4, 8)))
     copied = Copied(load_target(source), DOCUMENTS)
@@ -173,6 +175,7 @@ def test_mtp_layers_with_a_draft_each(tmp_path: Path, monkeypatch: pytest.Monkey
     assert any(serve in note for note in diagnosis.notes)
 
 
+@pytest.mark.slow
 def test_an_eagle3_head_for_a_target_of_two_kinds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -300,6 +300,7 @@ def test_a_wrong_bias_is_named(
     assert not diagnosis.is_well
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(BIAS, 2))
 def test_a_bias_of_zeros_is_named(dspark: Case, tmp_path: Path, name: str) -> None:
     def empty(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -324,6 +325,7 @@ def test_a_missing_embedding_scale_is_named(tmp_path: Path, kind: str) -> None:
     assert cured.as_loaded.right == change.result.right
 
 
+@pytest.mark.slow
 def test_a_scale_of_the_config_is_named(dspark: Case, tmp_path: Path) -> None:
     diagnosis = dspark.diagnose(tmp_path, _nested(input_embedding_scale=7))
     change = diagnosis.changes[0]

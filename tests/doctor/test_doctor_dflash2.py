@@ -78,6 +78,7 @@ def _turn(dim: int) -> Change:
     return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["period", "permutation"])
 def test_a_good_head_has_nothing(tmp_path: Path, kind: str) -> None:
     diagnosis = Case(tmp_path, kind).diagnose(_same, "good")

@@ -131,6 +131,7 @@ def test_masks_that_cannot_be_mended(p_eagle: Trained, tmp_path: Path) -> None:
     assert Diagnosis(as_loaded=untrained.as_loaded).is_well, "it may be weak, one token a pass"
 
 
+@pytest.mark.slow
 def test_a_tokenizer_names_the_token(p_eagle: Trained, tmp_path: Path) -> None:
     head = p_eagle.sabotaged(tmp_path, _raw(ptd_token_id=2, pad_token_id=None))
     tokenizer = SimpleNamespace(

@@ -117,6 +117,7 @@ def test_a_draft_model_one_by_one(tmp_path: Path) -> None:
     _compare(_run_model(directory, None, texts), texts, chain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "gemma4_small"])
 def test_assistants(tmp_path: Path, family: str) -> None:
     """Documents longer than the window of 7, several in a row."""

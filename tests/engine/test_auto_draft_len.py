@@ -189,6 +189,7 @@ def test_near_the_best_length_and_never_below_plain(
     assert speed > 0.98 * fixed[0], (speed, fixed, engine.lengths)
 
 
+@pytest.mark.slow
 @spread(host=[0.8e-3, 1.0e-3, 1.4e-3], rate=[0.2, 0.5, 0.6, 0.7])
 def test_drafts_that_the_device_makes_while_the_host_works_cost_nothing(
     monkeypatch: pytest.MonkeyPatch, host: float, rate: float
@@ -265,6 +266,7 @@ def test_the_length_stays_while_requests_come_and_go(
     assert len(asked) <= 3 * 600 / 16  # of up to 150 changes of the number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("period", [6, 12, 15, 16])
 def test_lengths_are_tried_though_requests_come_and_go(
     monkeypatch: pytest.MonkeyPatch, period: int
@@ -527,6 +529,7 @@ def test_a_suffix_lookup_chooses_too(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kept.config == config and not kept.chooses_by_default
 
 
+@pytest.mark.slow
 def test_it_follows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts turn worthless, and good again: it stops drafting, and finds that it pays again."""
     engine = Engine(monkeypatch, of_gpu)
@@ -970,6 +973,7 @@ def test_tokens_stay_those_of_plain_decoding(
     llm.executor.kv_cache.check_integrity()
 
 
+@pytest.mark.slow
 def test_seeded_tokens_stay_where_it_is_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1041,6 +1045,7 @@ def test_a_step_that_drafts_nothing_reserves_one_row(
     executor.kv_cache.check_integrity()
 
 
+@pytest.mark.slow
 def test_times_are_kept_for_the_next_engine(
     target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,7 @@ def test_prompts_too_long_for_one_pass_take_several(
         assert request.output_token_ids == output.outputs[0].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sa", *(DRAFTING if full() else ())])
 def test_a_prompt_longer_than_any_pass_is_cut(
     target_dir: Path, drafters: Drafters, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -266,6 +267,7 @@ def test_a_pass_is_what_the_host_would_send(
     assert (wide.slot_ids[count:] == executor.config.max_batch_size).all()
 
 
+@pytest.mark.slow
 def test_a_failed_pass_over_prompts_loses_no_step_of_the_others(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_draft_logits_up_to_the_maximum_length(target_dir: Path, tmp_path: Path,
     assert compared > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["eagle3", "eagle3_two_engine", *thinned(["mtp_vanilla", "mtp_eagle"], 2)]
 )
@@ -239,6 +240,7 @@ def test_a_perfect_head_is_always_accepted(
         assert output.spec_stats.num_steps == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eagle3", "mtp_eagle"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_perfect_head_is_accepted_after_rests(tmp_path: Path, mode: str, overlap: bool) -> None:
@@ -280,6 +282,7 @@ def drafters(mtp_target: Path) -> Drafters:
     return make_drafters(mtp_target.parent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", NETWORKS)
 def test_drafts_are_the_same_with_blocks_of_one_token(
     mtp_target: Path, drafters: Drafters, mode: str

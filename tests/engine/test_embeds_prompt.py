@@ -100,6 +100,7 @@ def test_a_drafter_turns_by_the_target_s_axes(vl_dir: Path) -> None:
         assert output.spec_stats.acceptance_length == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["eagle3", "vanilla"])
 def test_preempted_requests_read_their_vectors_again(
     vl_dir: Path, tmp_path: Path, drafter: str
@@ -231,6 +232,7 @@ def test_refusals(vl_dir: Path, tmp_path: Path) -> None:
         llm.generate(embeds_prompt())
 
 
+@pytest.mark.slow
 def test_places_past_the_table_s_end(vl_dir: Path, tmp_path: Path) -> None:
     """Rows of drafts that can no longer come out stand past the last rotary position."""
     positions = mrope_positions_of_prompt()

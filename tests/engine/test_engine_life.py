@@ -141,6 +141,7 @@ def test_text_that_an_interrupt_met_is_whole_afterwards() -> None:
 
 
 # -- streams nobody reads ----------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["close", "drop", "abort"])
 def test_streams_that_end_before_any_step_are_not_held(llm: LLM, how: str) -> None:
     executor, params = llm.executor, SamplingParams(max_tokens=5)

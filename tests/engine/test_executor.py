@@ -106,6 +106,7 @@ def test_greedy_equals_transformers(
     assert cache.num_free_blocks == cache.num_blocks - 2
 
 
+@pytest.mark.slow
 @spread(k=[1, 2, 5, 8], overlap=[False, True])
 def test_a_perfect_draft_model_is_always_accepted(target_dir: Path, k: int, overlap: bool) -> None:
     """The target drafting for itself: any error in draft KV, positions or rows costs acceptance."""
@@ -150,6 +151,7 @@ def test_a_draft_model_runs_as_often_as_it_drafts(target_dir: Path, overlap: boo
         assert accepted == request.num_draft_tokens > 0
 
 
+@pytest.mark.slow
 def test_draft_model_proposals_equal_recomputation(target_dir: Path, drafters: Drafters) -> None:
     """After every step the drafts left in the slot are what the draft model alone, run from
     scratch over the accepted text, would say: its KV survives rejections of every length."""
@@ -307,6 +309,7 @@ SCHEDULED = ["ngram", "sa", "draft_target", "eagle3", "mtp", "dflash"]
 """A mode of every kind of state that a slot keeps."""
 
 
+@pytest.mark.slow
 @settings(
     max_examples=200 if full() else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -368,6 +371,7 @@ def test_what_is_known_of_a_batch_is_of_its_requests(target_dir: Path) -> None:
     assert executor.scheduler._last.generations == [], "it keeps no request that has ended"
 
 
+@pytest.mark.slow
 def test_many_operations_leak_nothing(engine_of: Any) -> None:
     import tracemalloc
 
@@ -848,6 +852,7 @@ def test_ngram_proposals_come_from_the_accepted_text_alone(target_dir: Path) -> 
     assert compared > 50 and executor.stats().num_preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_prompts_start_together(

@@ -353,6 +353,7 @@ def test_slots_that_the_loop_set_stay() -> None:
     assert loop.spec.slot_ids is own
 
 
+@pytest.mark.slow
 def test_rows_without_seeds_are_sampled() -> None:
     """These three and the flag are all that a worker of TensorRT-LLM's reads."""
     spec = SpecMetadata(1, 0, 0, allow_advanced_sampling=True, request_ids=[0])

@@ -99,6 +99,7 @@ def _floats_in_place_of_codes(monkeypatch: pytest.MonkeyPatch, scales: Tensor) -
     monkeypatch.setattr(rope, "put", put)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma4_small"])
 def test_text_is_that_of_rounded_keys_and_values(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
@@ -180,6 +181,7 @@ def test_twice_the_tokens_of_bfloat16(tmp_path: Path, monkeypatch: pytest.Monkey
 K, V = torch.tensor([0.5, 0.02, 3.0]), torch.tensor([0.25, 0.03, 1.5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "config", "shape"), [
     ("k_scale v_scale", COMPRESSED, (3, 1)),
     ("k_scale v_scale", {**COMPRESSED, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, (3,)),

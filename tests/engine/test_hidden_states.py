@@ -58,6 +58,7 @@ def _check(target: Path, out: Path, texts: list[list[int]]) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pool", [None, 64])
 def test_saved_states_equal_transformers(

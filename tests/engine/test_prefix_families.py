@@ -148,6 +148,7 @@ def test_images_and_axes(
     assert hits[6] <= 2, "placeholders of text are not an image"
 
 
+@pytest.mark.slow
 @spread(family=["gemma3_text", "gemma4_text"], chunk=[None, 17])
 def test_images_read_in_both_directions(tmp_path: Path, family: str, chunk: int | None) -> None:
     """A block that has some of an image depends on all of it; no pass begins inside one."""

@@ -161,6 +161,7 @@ def test_a_prompt_waits_for_one_that_computes_most_of_it_alone(target_dir: Path)
     assert cancelled[1].finish_reason == "length", "it does not wait for ever"
 
 
+@pytest.mark.slow
 @spread(
     mode=MODES if full() else ["none", "draft_target", "mtp", "pard", "dspark"], chunk=[None, 21]
 )  # fmt: skip

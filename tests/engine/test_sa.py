@@ -118,6 +118,7 @@ def test_proposals_are_those_of_a_search_in_lists(
     assert (from_pool > 20) == has_pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("salts", "sees"), [("aa", True), ("ab", False), ("a-", False)])
 def test_a_tenant_drafts_from_its_own_texts_alone(
@@ -249,6 +250,7 @@ def test_texts_that_begin_together_are_written_at_once(
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.slow
 @WITH_TEXTS
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_writes_the_texts_of_its_admissions_at_once(
@@ -384,6 +386,7 @@ def test_an_interrupt_while_a_text_is_kept_loses_nothing(
     assert ring_ends.item() == executor.worker.lookup._ring_end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "exact_match"])
 def test_sampled_texts_are_those_without_speculation(target_dir: Path, rule: str) -> None:
     """Drafts that are certain accept by being the target's own sample, so seeds give the same

@@ -199,6 +199,7 @@ def test_a_tenant_sees_its_own_texts_alone(target_dir: Path, drafters: Drafters)
     assert lengths[0] == lengths[1] < 3 < lengths[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["strict", "exact_match", "rejection", "block"])
 def test_which_drafts_are_certain_is_known_where_it_matters(
     target_dir: Path, drafters: Drafters, rule: str

@@ -193,6 +193,7 @@ def test_rounds_are_prompts_for_each_request_at_once() -> None:
     assert [count for _, count in engines["plain"].calls] == [1, 3, 3, 1, 12, 12]
 
 
+@pytest.mark.slow
 def test_contexts(target_dir: Path, drafters: Drafters) -> None:
     contexts = {"contexts": [None, 120], "concurrencies": [1], "temperatures": [0.0]}
     sweep, _ = run_sweep(target_dir, drafters, WAYS[:2], **contexts)

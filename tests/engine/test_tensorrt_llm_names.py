@@ -154,6 +154,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, worker: type[SpecWorkerBase], tabl
 
 
 # -- in our executor ---------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("worker", [BigramWorker, OwnAcceptanceWorker])

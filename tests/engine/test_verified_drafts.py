@@ -92,6 +92,7 @@ def test_greedy_equals_transformers(
     llm.executor.kv_cache.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "mtp_eagle", "mtp_vanilla"])
 def test_draft_logits_equal_recomputation(tmp_path: Path, name: str) -> None:
     """What heads read of the target's rows, captured layers or its last one, is at its place."""

@@ -245,6 +245,7 @@ def test_long_prompts_fit_where_windows_are_short(models: Models) -> None:
     assert_nothing_leaked(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "kind"), [("mtp", "all"), ("draft_target", "mixed")])
 def test_preempted_requests_start_over(models: Models, mode: str, kind: str) -> None:
     llm = _llm(models, mode, kind, 8, chunked=True, max_tokens=80)

@@ -43,6 +43,7 @@ def new_masks(rows: int) -> Masks:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "language",
     [*LANGUAGES, of_regex(r"[abc]{2,9}")],  # of the last a text may end, and may go on

@@ -211,6 +211,7 @@ def test_forced_acceptance_ends_no_request(
     assert output.error is None and len(output.outputs[0].token_ids) == 20
 
 
+@pytest.mark.slow
 def test_after_an_exception_outputs_are_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grammars go back to the tokens that were read."""
     params = guided(max_tokens=20, regex="([cdef]|ab|xy){40}")
@@ -361,6 +362,7 @@ def test_a_dead_end_behind_an_accepted_draft_is_plain_decodings(target: Path) ->
         assert output.outputs[0].finish_reason == reason
 
 
+@pytest.mark.slow
 def test_an_interrupt_anywhere_in_a_grammar(llm: LLM) -> None:
     """At lines of `guided/grammar.py`, every one with --full: the output is the same afterwards."""
     params = guided(max_tokens=14, regex="([cdef]|ab|xy){40}")

@@ -152,6 +152,7 @@ def test_launches_in_halves(
     assert outputs_of(config, chunk=chunk, pool=pool, overlap=overlap) == expected
 
 
+@pytest.mark.slow
 def test_between_the_halves_of_a_launch(
     target: Path,
     drafters: Drafters,
@@ -193,6 +194,7 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "overlap"), [("eagle3", True), ("mtp", False), ("pard", True)])
 def test_drafts_that_are_looked_up_follow_no_grammar(
     drafters: Drafters, outputs_of: Any, expected: list[list[int]], mode: str, overlap: bool
@@ -202,6 +204,7 @@ def test_drafts_that_are_looked_up_follow_no_grammar(
     assert outputs_of(config, pool=None, overlap=overlap) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", NETWORKS)
 def test_every_draft_follows_the_grammar(
     target: Path, drafters: Drafters, tmp_path: Path, mode: str

@@ -103,6 +103,7 @@ def test_the_executor_tells_of_a_dead_head_and_of_nothing_else(
         assert not any(DEAD in text for text in caplog.messages)
 
 
+@pytest.mark.slow
 def test_steps_without_drafts_or_with_another_will_do_not_count(tmp_path: Path) -> None:
     target = constant_target_dir(tmp_path)
     config = EagleDecodingConfig(

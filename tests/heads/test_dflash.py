@@ -163,6 +163,7 @@ def test_speculators_model(target_dir: Path, tmp_path: Path, flags: dict[str, An
 
 
 # -- in the engine -----------------------------------------------------------------------------
+@pytest.mark.slow
 def test_draft_logits_with_wide_windows(target_dir: Path, tmp_path: Path) -> None:
     """Rows of sliding layers that see ahead: they see as far back as the block's first row."""
     case = make_dflash_case("dflash_windows_ahead", target_dir, tmp_path, 4)
@@ -178,6 +179,7 @@ def test_the_last_token_s_row_proposes_by_its_other_name(target_dir: Path, tmp_p
     assert run_random_schedule(case, 4, 4, MaskedScript)[0] > 30
 
 
+@pytest.mark.slow
 def test_an_embedding_of_its_own_is_scaled_too(target_dir: Path, tmp_path: Path) -> None:
     """As vLLM and z-lab do: the factor is of whatever embedding the head reads."""
     case = make_dflash_case("dflash_own_embedding", target_dir, tmp_path, 4)
@@ -207,6 +209,7 @@ def test_the_target_s_scale_is_of_a_shared_embedding(
     assert torch.equal(head.embed(ids, RowEmbeds(torch.tensor([1]), image)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dflash", "dflash_anchor"])
 def test_draft_logits_up_to_the_maximum_length(target_dir: Path, tmp_path: Path, name: str) -> None:
     """Every request ends at the maximum. A block that reaches past it is not what it was trained

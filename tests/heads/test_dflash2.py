@@ -49,6 +49,7 @@ def test_scores_equal_recomputation(target_dir: Path, tmp_path: Path, name: str,
     assert k != 4 or executor.stats().num_preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dflash2", "dflash2_anchor"])
 def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, name: str) -> None:
     run_with_changing_draft_len(make_dflash2_case(name, target_dir, tmp_path, 3), PathScript)
@@ -143,6 +144,7 @@ def _edited(head: Path, raw: dict[str, Any] | None = None, **nested: Any) -> Pat
     return head
 
 
+@pytest.mark.slow
 def test_the_formats_of_a_head_are_one(target_dir: Path, tmp_path: Path) -> None:
     head = dflash_dir(tmp_path, path={}, block=5)
     speculators, texts = as_speculators(head), []

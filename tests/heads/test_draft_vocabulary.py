@@ -54,6 +54,7 @@ def _engine(target: Path, device: str, config: DraftTargetDecodingConfig | None 
     return LLM(target, config, device=device, dtype="float32", max_batch_size=2, max_seq_len=96)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", ["strict", "rejection"])
 def test_more_entries(target_dir: Path, tmp_path: Path, rule: str, device: str) -> None:

@@ -45,6 +45,7 @@ def test_draft_logits_equal_recomputation(
     assert set(executor.statistics.accepted_lens) == set(range(k + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dspark", "dspark_rnn"])
 def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, name: str) -> None:
     run_with_changing_draft_len(make_dspark_case(name, target_dir, tmp_path, 3), Script)
@@ -74,6 +75,7 @@ def test_texts_are_right_under_every_rule(
         assert [o.outputs[0].token_ids for o in sampled] == [o.outputs[0].token_ids for o in plain]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks", [{"temperature": 5.0, "seed": 3}, {"guided_decoding": LETTERS}])
 def test_a_walk_by_tables_is_for_greedy_drafts_alone(
     tmp_path: Path, asks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -97,6 +99,7 @@ def test_a_walk_by_tables_is_for_greedy_drafts_alone(
     assert sum(accepted for _, accepted in said[0]) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_what_modelopt_exports_drafts_as_the_formula(
     target_dir: Path, tmp_path: Path, kind: str

@@ -115,6 +115,7 @@ def _compare(target: Decoder, path: Path, family: str, steps: int = STEPS, **fla
             _close(ours, theirs[STARTS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("norms", NORMS, ids=lambda norms: "+".join(norms) or "plain")
 @pytest.mark.parametrize(("before", "output"), list(product([False, True], repeat=2)))

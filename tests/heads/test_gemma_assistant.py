@@ -90,6 +90,7 @@ def test_the_formula_is_transformers(
         h, token = out.last_hidden_state, proposal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES[1:], "clustered"])
 def test_first_drafts_are_those_of_transformers_generate(
     pairs: dict[str, tuple[Path, Path]], family: str, monkeypatch: pytest.MonkeyPatch
@@ -143,6 +144,7 @@ def test_logits_of_a_few_clusters(
     torch.testing.assert_close(ours[chosen], theirs[chosen], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["strict", "rejection"])
 def test_drafting_from_a_few_clusters(pairs: dict[str, tuple[Path, Path]], rule: str) -> None:
     """Greedy text is the target's; at a temperature nothing else is ever drawn."""
@@ -293,6 +295,7 @@ def test_greedy_equals_transformers(
     llm.executor.kv_cache.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["strict", "exact_match", "rejection", "block"])
 def test_sampled(pairs: dict[str, tuple[Path, Path]], rule: str) -> None:
     """The first two rules draw the target's own tokens; the others keep what drafts came from."""

@@ -49,6 +49,7 @@ def test_draft_logits_equal_recomputation(
     assert k != 4 or executor.stats().num_preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKED_CASES)
 def test_draft_logits_up_to_the_maximum_length(target_dir: Path, tmp_path: Path, name: str) -> None:
     """K = 8, and every request ends at the maximum: rows run past it."""
@@ -57,6 +58,7 @@ def test_draft_logits_up_to_the_maximum_length(target_dir: Path, tmp_path: Path,
     assert compared > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["p_eagle", "pard"])
 def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, name: str) -> None:
     case = make_masked_case(name, target_dir, tmp_path, 3)

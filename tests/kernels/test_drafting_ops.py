@@ -159,6 +159,7 @@ def test_inputs_padded(seed: int, num_seqs: int) -> None:
         assert places[b] == starts[b] + rows[b] - 1 - expected
 
 
+@pytest.mark.slow
 @CASES
 @given(SEEDS, st.integers(0, 200), st.integers(0, 3))
 def test_compact_rejected(seed: int, num_seqs: int, surplus: int) -> None:
@@ -619,6 +620,7 @@ def test_keep_missed(dtype: torch.dtype, width: int) -> None:
     assert (missed.positions == -7).sum() == 6 * CAPACITY - 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [48, 2500])
 @pytest.mark.parametrize("has_deltas", [False, True])

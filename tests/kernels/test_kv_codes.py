@@ -75,6 +75,7 @@ def _rope(dim: int) -> Rope:
     return Rope(torch.cat([angles.cos(), angles.sin()], dim=-1), positions)
 
 
+@pytest.mark.slow
 @covering(**{
     "heads,dim": [((6, 2), 8), ((9, 3), 64), ((4, 4), 48)], "normed": [False, True],
     "few_heads": [0, 1024], "keeps_finite": [False, True],
@@ -176,6 +177,7 @@ def _prompts(texts: AttentionMetadata, spans: list[tuple[int, int]]) -> Attentio
 SPANS = [(0, 40), (150, 9), (63, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 @pytest.mark.parametrize(("heads", "dim", "window"), [((4, 2), 64, None), ((4, 1), 128, 60)])
 def test_contexts(

@@ -72,6 +72,7 @@ def is_dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tensor, int]
     return importlib.import_module("tvm_ffi").load_module(library).dense
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "strides"),
     [

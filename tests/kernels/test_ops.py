@@ -199,6 +199,7 @@ def test_slots_follow_the_block_table_and_stop_at_the_maximum() -> None:
 # -- n-gram ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=1, max_size=4),
@@ -238,6 +239,7 @@ def test_packed_linear_equals_float64(dtype: torch.dtype, bias: bool) -> None:
     torch.testing.assert_close(layer(x).double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(576, 960), (1536, 576), (576, 3072)])
 def test_packed_bf16_rows_do_not_depend_on_their_number(shape: tuple[int, int]) -> None:
     """What makes greedy bf16 text the same with and without speculation on CPU."""

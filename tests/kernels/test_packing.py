@@ -195,6 +195,7 @@ def test_attention(
         torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_attention_of_more_rows_than_a_tile() -> None:
     """All rows are attended then."""
     meta = make_pass([20, 3], 33, 1, 64, 16, max_seq_len=4096)

@@ -46,6 +46,7 @@ def as_lists(matches: Matches) -> list[list[Found]]:
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(SMALL, min_size=1, max_size=4), st.integers(1, 6), st.integers(1, 5),

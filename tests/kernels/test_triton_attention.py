@@ -64,6 +64,7 @@ def test_equals_torch(
     torch.testing.assert_close(outs[1], outs[0], atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @spread(**{
     "programs,join_programs": [(1, 1), (5, 6), (24, 1000), (1000, 9)], "window": [None, 40],
     "has_sinks": [False, True],
@@ -302,6 +303,7 @@ def test_slots_of_positions_without_a_block_are_nowhere() -> None:
     assert slot_mapping(table, positions, positions >= 0, 4).tolist() == [[23, -1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("is_context", [False, True])
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])

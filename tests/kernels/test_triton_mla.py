@@ -62,6 +62,7 @@ def test_equals_torch(rows: int, heads: int, latent: int, page: int, lengths: li
     torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("programs", "join_programs"), [(1, 1), (7, 6), (40, 1000)])
 def test_any_cut_of_ragged_texts_is_the_same(
     monkeypatch: pytest.MonkeyPatch, programs: int, join_programs: int
@@ -87,6 +88,7 @@ def _contexts(
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [3, 40])
 def test_contexts(heads: int) -> None:
     """Whole prompts and later chunks, of one tile and of several, beside generations; rows of more

@@ -231,6 +231,7 @@ def _torchs_product(
     return moe._one_expert_at_a_time(x, weight, ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", BETWEEN)
 def test_fp8_experts_with_every_gate(monkeypatch: pytest.MonkeyPatch, between: str) -> None:
     experts, x, ids, weights = random_experts(5, 8, 3, 256, 48, torch.float32)

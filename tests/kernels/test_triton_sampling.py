@@ -102,6 +102,7 @@ def test_what_is_accepted_of_certain_drafts(
     assert differs > 0 and set(lens) == {1, 2, 3, 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["strict", "rejection"])
 def test_of_equal_logits_the_first_are_kept(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where top-k cuts between logits that are the same."""
@@ -113,6 +114,7 @@ def test_of_equal_logits_the_first_are_kept(rule: str, monkeypatch: pytest.Monke
         _same(case.kernels(), case.twin())
 
 
+@pytest.mark.slow
 def test_what_a_block_leaves_of_q(monkeypatch: pytest.MonkeyPatch) -> None:
     """The token after drafts that are together less likely than they were drawn is of
     max(w p - q, 0) with w under 1: another one than of max(p - q, 0) with these seeds."""

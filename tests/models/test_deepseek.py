@@ -284,6 +284,7 @@ GATE = "model.layers.0.mlp.gate_proj.weight"
 MTP_GATE = "model.layers.3.mlp.experts.2.gate_proj.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

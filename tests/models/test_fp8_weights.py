@@ -158,6 +158,7 @@ def test_codes_stay_and_logits_are_float64s(tmp_path: Path, form: str) -> None:
     check_logits(path, twin_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_an_engine_says_the_floats_text(
     tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -329,6 +330,7 @@ def test_every_family(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(logits_of(model), logits_of(floats), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "expert_ranks"), CASES)
 @pytest.mark.parametrize("how", ["kept", "quantised", "rounded"])
 def test_ranks_equal_one(tmp_path: Path, name: str, size: int, expert_ranks: int, how: str) -> None:

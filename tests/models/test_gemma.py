@@ -150,6 +150,7 @@ def test_the_text_model_of_a_larger_checkpoint(
         load_config(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gemma4_text", "gemma4_small"])
 def test_eagle_heads_draft_for_it_but_are_not_trained(tmp_path: Path, family: str) -> None:
     path = gemma_dir(tmp_path, family, seed=1)

@@ -203,6 +203,7 @@ def _oracle(whole_dir: Path, vectors: torch.Tensor, count: int) -> tuple[list[in
     return text[len(PROMPT) :], torch.stack(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [64, 6])
 def test_vectors_are_told_of_as_padding(whole_dir: Path, tmp_path: Path, chunk: int) -> None:
     prompt = _prompt()

@@ -97,6 +97,7 @@ def test_a_directory_runs_no_code_and_asks_nothing(
     assert answers.read() == "y\ny\n"
 
 
+@pytest.mark.slow
 def test_every_call_of_transformers_loaders_trusts_no_code() -> None:
     """An Auto class asks on stdin where it is not told."""
     calls = [

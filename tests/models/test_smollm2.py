@@ -219,6 +219,7 @@ def llm(model_dir: Path) -> LLM:
     )
 
 
+@pytest.mark.slow
 def test_text_chat_and_model_dir(llm: LLM, model_dir: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -239,6 +240,7 @@ def test_text_chat_and_model_dir(llm: LLM, model_dir: Path) -> None:
     assert "<|im_end|>" not in one.outputs[0].text
 
 
+@pytest.mark.slow
 def test_streamed_text_adds_up_and_never_takes_back(llm: LLM) -> None:
     prompt = "Emoji and accents: 🙂 é ü 日本語 🙂 é ü 日本語 🙂 é"
     params = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -267,6 +269,7 @@ def test_stop_strings_cut_the_text_where_plain_decoding_would(llm: LLM, stop: An
     assert streamed == out.text
 
 
+@pytest.mark.slow
 def test_bad_words_do_not_come_out(llm: LLM) -> None:
     """Words of one token and of several, at the beginning and after a space."""
     prompt = "1 2 3 1 2 3 4 5 6 7 8 9 1 2 3"

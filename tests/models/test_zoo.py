@@ -469,6 +469,7 @@ def test_a_full_disk_asks_for_room_and_leaves_nothing(tiny_gguf: Path, cache: Pa
     assert [p.name for p in cache.iterdir() if not p.name.endswith(".lock")] == []
 
 
+@pytest.mark.slow
 def test_what_a_killed_conversion_leaves_is_removed_by_the_next(
     tiny_gguf: Path, cache: Path
 ) -> None:
@@ -587,6 +588,7 @@ def test_smollm2_config(smollm2: Path) -> None:
     assert config.tie_word_embeddings and "quantization_config" not in config.raw
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_smollm2_logits(smollm2: Path) -> None:
     """fp32 logits of a chat prompt equal transformers', and the answer makes sense."""

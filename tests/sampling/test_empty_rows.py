@@ -68,6 +68,7 @@ REQUESTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("rule", ["rejection", "strict"])  # of sure drafts the others are the first
 @pytest.mark.parametrize("is_guided", [False, True], ids=["alone", "beside a grammar"])

@@ -64,6 +64,7 @@ def test_what_each_rule_keeps() -> None:
     assert kept["strict"] < kept["exact_match"] < kept["rejection"] < kept["block"], kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_shared_noise_stream_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def coins(sampling: SamplingMetadata, drafts: Tensor) -> Tensor:
@@ -76,6 +77,7 @@ def test_a_shared_noise_stream_is_noticed(rule: str, monkeypatch: pytest.MonkeyP
     assert p_value(decode_tables(rule)[0], expected_distribution()) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_sample_instead_of_the_recovered_token_is_noticed(
     rule: str, monkeypatch: pytest.MonkeyPatch

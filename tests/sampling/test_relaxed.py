@@ -140,6 +140,7 @@ def test_thinking_begins_anywhere_in_the_prompt(
         assert lossy.spec_stats.acceptance_length == 4
 
 
+@pytest.mark.slow
 def test_text_equals_the_rule_applied_by_hand(target_dir: Path) -> None:
     """A generation with a middling delta, replayed in Python from the drafts left in the slot."""
     k, delta, top_k = 3, 0.35, 4
@@ -220,6 +221,7 @@ def test_a_grammar_forbids_relaxed_drafts_too() -> None:
         assert tokens.tolist() == expected
 
 
+@pytest.mark.slow
 def test_preemption_keeps_who_thinks(target_dir: Path) -> None:
     prompts = [[BEGIN, *range(3, 12)], list(range(20, 30)), [BEGIN, *range(40, 50)]]
     params = SamplingParams(max_tokens=40, ignore_eos=True)

@@ -268,6 +268,7 @@ def test_a_late_reader_finds_all_in_one_piece(model_dir: Path, reference: LLM) -
     run(model_dir, test)
 
 
+@pytest.mark.slow
 def test_tokens_of_a_preempted_request_are_told_while_it_waits(
     model_dir: Path, reference: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -513,6 +514,7 @@ def test_a_step_that_always_fails_at_one_place_ends_the_engine(
     run(model_dir, test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, KeyboardInterrupt])
 def test_what_a_stop_check_raises_ends_its_request_alone(
     model_dir: Path, reference: LLM, error: type[BaseException]
@@ -681,6 +683,7 @@ def test_one_loop_after_another(model_dir: Path, reference: LLM) -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_many_requests_at_random(model_dir: Path, reference: LLM) -> None:
     """With few blocks, so that some are preempted, and tasks cancelled at any moment."""
     params = [greedy(5 + 9 * i % 60) for i in range(24)]

@@ -120,6 +120,7 @@ def test_texts_of_the_grammar_are_calls(form: Format, template: str, choice: Any
         assert names == {"get.weather"} and counts == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "template"), FORMS, ids=lambda v: getattr(v, "name", v))
 def test_without_parallel_calls_there_is_one(form: Format, template: str) -> None:
     for seed in range(20):

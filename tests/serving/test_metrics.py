@@ -124,6 +124,7 @@ def run(served: Served) -> list[Request]:
     return requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "overlap", "options"),
     [
@@ -317,6 +318,7 @@ def test_an_observer_that_raises_is_dropped(serve: Serve, caplog: Any) -> None:
     run(served)
 
 
+@pytest.mark.slow
 def test_every_request_is_counted_once_whatever_interrupts_a_step(serve: Serve) -> None:
     served = serve("ngram")
     executor = served.llm.executor

@@ -472,6 +472,7 @@ def test_a_client_that_goes_away(served: Served, how: str, is_streamed: bool) ->
     assert served.llm.stats().generated_tokens - before < 240
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read(served: Served) -> None:
     """Its answer is finished without it, and its connection is cut."""
     served.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -686,6 +687,7 @@ def test_an_error_of_one_request_stays_its_own(
     assert "ZeroDivisionError" in json.loads(events[-2][6:])["error"]["message"]
 
 
+@pytest.mark.slow
 def test_keys(model_dir: Path) -> None:
     served = Served(make_llm(model_dir), api_key="secret")
     try:
@@ -722,6 +724,7 @@ def metric(served: Served, name: str, **labels: str) -> float:
     return value
 
 
+@pytest.mark.slow
 def test_the_first_token_counts_from_the_arrival(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,7 @@ def test_each_process_ends_with_the_other(model_dir: Path) -> None:
             httpx.get(other_url)
 
 
+@pytest.mark.slow
 def test_a_process_without_a_model_leaves_none(tmp_path: Path) -> None:
     """It ended while that of HTTP was starting."""
     command = [sys.executable, "-m", "trtspec", "serve", str(tmp_path), "--port", "0"]

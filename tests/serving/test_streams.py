@@ -109,6 +109,7 @@ def test_events_are_sent_in_the_call_that_brings_them() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_an_end_before_the_response_begins_is_sent(
     model_dir: Path, path: str, monkeypatch: pytest.MonkeyPatch

@@ -121,6 +121,7 @@ some_calls = st.lists(
 places = st.lists(st.integers(0, 10_000), max_size=12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.name)
 @given(calls=some_calls, before=plain, after=plain, places=places)
 @settings(max_examples=40, deadline=None)
@@ -149,6 +150,7 @@ PIECES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.name)
 @given(text=st.lists(st.sampled_from(PIECES), max_size=14).map("".join), places=places)
 @settings(max_examples=120, deadline=None)

@@ -45,6 +45,7 @@ def llm(model_dir: Path, head: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.slow
 def test_nothing_is_left(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     """Of statistics, the prefix cache, and of how well a head drafts that was given noise."""
     executor = llm.executor
@@ -118,6 +119,7 @@ def test_lengths_that_choose_themselves_go_on_doing_so(
         assert executor.last_draft_len == 3
 
 
+@pytest.mark.slow
 def test_outputs_are_those_of_an_engine_that_is_not_warm(llm: LLM, model_dir: Path) -> None:
     warm_up(llm, shapes=SHAPES)
     params = [greedy(), greedy(seed=3, temperature=1.0), greedy(logprobs=2), greedy(top_k=3)]
@@ -162,6 +164,7 @@ def test_prompts_of_all_lengths_that_choose_kernels(llm: LLM) -> None:
     assert list(gpu_shapes(llm, 56).prompts) == [8, 16, 32, 64, 128, 200]
 
 
+@pytest.mark.slow
 def test_long_prompts_run_beside_others(
     llm: LLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +182,7 @@ def test_long_prompts_run_beside_others(
     assert {(0, most - 4), (1, most - 4), (3, most - 9)} <= set(mixed)  # K = 2
 
 
+@pytest.mark.slow
 def test_prompts_of_a_full_batch_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone and beside others, of a number of tokens that 16 divides, and of one that it does not:
     the first clients' prompts are such a pass, and no graph holds it."""
@@ -222,6 +226,7 @@ def test_an_error_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(llm.generate("abc", greedy(5)).outputs[0].token_ids) == 5
 
 
+@pytest.mark.slow
 def test_grammars_that_cannot_be_had(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

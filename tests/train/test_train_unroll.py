@@ -149,6 +149,7 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, kind: str, format: s
     assert len(outputs[0].outputs[0].token_ids) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 2, 5])
 @pytest.mark.parametrize("format", ["raw", "speculators"])
 def test_a_window_hides_in_training_what_it_hides_in_serving(

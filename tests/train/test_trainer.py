@@ -117,6 +117,7 @@ def test_it_learns_and_what_it_saves_drafts(
     assert raw["training"]["steps"] == steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "optimizer"), [*((kind, "adamw") for kind in TRAINED), *RESUMED_WITH_MUON]
 )
