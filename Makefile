@@ -40,8 +40,8 @@ demo: $(STAMP)  ## Decode the same prompts without and with speculation
 	@$(BIN)/trtspec demo
 
 # Products of parameters are run by sets that cover all pairs: tests/helpers/matrix.py. Of slow tests
-# each commit runs another third (tests/conftest.py). Files in the
-# order of their names: long ones with few tests would come last otherwise, alone.
+# each commit runs another third (tests/conftest.py). Files go in the order of their names: long ones
+# with few tests would come last otherwise, alone.
 test: $(STAMP)  ## Run the tests that need no GPU, of slow ones a third, in some 8 minutes on 2 cores
 	$(LIGHT) $(BIN)/python -m pytest $(SPREAD)
 

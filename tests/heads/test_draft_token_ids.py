@@ -24,8 +24,11 @@ from trtspec import (
     MTPDecodingConfig,
     SamplingParams,
 )
+from trtspec.checkpoints import place
 from trtspec.checkpoints.heads.draft_tokens import read_draft_tokens
 from trtspec.errors import ConfigError
+from trtspec.layers import linear
+from trtspec.ops.layer.fp8 import dequantize, quantize
 
 IDS = [*range(0, VOCAB, 3), 50, 1]
 """In no order, as the most frequent tokens of a text are."""
@@ -90,6 +93,22 @@ def test_drafts_are_chosen_among_these_tokens(tmp_path: Path, kind: str) -> None
             target_head = llm.executor.target.lm_head
             assert target_head.out_features == VOCAB, "verification reads all tokens"
     torch.testing.assert_close(first[0], first[1][:, sorted(IDS)], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "mtp_eagle", "dflash"])
+def test_the_rows_kept_can_be_fp8(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a shared lm_head too, which stays as it is."""
+    monkeypatch.setattr(place, "has_fp8", lambda device: True)
+    monkeypatch.setattr(linear, "_can_pack", lambda dtype: False)  # as on a GPU
+    ids = sorted(IDS)[:32]
+    target, config = make(tmp_path, kind, draft_token_ids=ids, quant="fp8")
+    executor = engine(target, config).executor
+    whole, rows = executor.target.lm_head, executor.draft_model.lm_head_of_step(0).fp8
+    assert whole.fp8 is None and rows is not None
+    values = dequantize(quantize(whole.weight[ids]), torch.float32)
+    assert torch.equal(dequantize(rows, torch.float32), values)
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "mtp_eagle", "dflash"])

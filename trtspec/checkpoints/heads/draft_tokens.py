@@ -91,10 +91,8 @@ def draft_among(head: DraftHead, ids: Tensor, options: LoadOptions) -> None:
             f"draft_token_ids does not go with this {config.format}: {why}. Leave it out."
         )
     kept: dict[int, Linear] = {}  # of each lm_head, which layers may share
-    for owner in {id(owner): owner for owner in (head, *owners)}.values():
+    for owner in owners:
         whole: Any = owner.lm_head
-        if whole is None:
-            continue
         if id(whole) not in kept:
             kept[id(whole)] = whole.at(ids)
             if options.pack:

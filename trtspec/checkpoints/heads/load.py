@@ -125,12 +125,13 @@ def load_head(
     finish(head, options.device, options.pack)
     keep_kv_finite(head)
     head.share(target)
+    owners = head.owners_of_ends().values()
+    sharing = [owner for owner in owners if owner.lm_head is target.lm_head]
     if request.draft_tokens is not None:
         ids = read_draft_tokens(request.draft_tokens, target.config.vocab_size)
         draft_among(head, ids, options)
-    owners = {"": head, **head.owners_of_ends()}.values()
-    if sharing := [owner for owner in owners if owner.lm_head is target.lm_head]:
-        lm_head = lm_head_for_drafts(target.lm_head, options.form)
+    if sharing:  # all of it, or one copy of some rows
+        lm_head = lm_head_for_drafts(sharing[0].lm_head, options.form)
         for owner in sharing:
             owner.lm_head = lm_head
     return head.eval()
