@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import steady
@@ -12,6 +13,7 @@ import tiny_dflash
 import tiny_heads
 import torch
 import torch.nn.functional as F
+from quantized import to_blocks
 from test_gpu_kernels import (
     HAS_KERNELS,
     _close,
@@ -23,7 +25,7 @@ from test_gpu_kernels import (
 )
 from tiny import tiny_model_dir
 from tiny_dflash import dflash_dir
-from tiny_heads import SIZE, eagle1_dir, eagle3_dir
+from tiny_heads import SIZE, eagle1_dir, eagle3_dir, mtp_model_dir
 from torch import Tensor
 
 from trtspec import (
@@ -32,6 +34,7 @@ from trtspec import (
     DFlashDecodingConfig,
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
+    MTPDecodingConfig,
     SamplingParams,
 )
 from trtspec.checkpoints import place
@@ -253,6 +256,24 @@ def test_quantised_drafters(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
         prompts, asked
     )
     assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def test_an_mtp_layer_in_an_fp8_checkpoint(tmp_path: Path) -> None:
+    """It stays FP8 without an option, and greedy text is the target's."""
+    sizes: dict[str, Any] = {"moe_intermediate_size": 32, "v_head_dim": 16}
+    path = mtp_model_dir(tmp_path, layout="deepseek_v3", num_mtp_layers=1, **sizes)
+    to_blocks(path, (16, 32))
+    prompts = [[5, 9, 33, 7, 60, 2, 41], [17, 3, 8], [50, 51, 52, 53, 54]]
+    asked = SamplingParams(max_tokens=24, ignore_eos=True)
+    make = partial(LLM, path, device="cuda", dtype="float32", max_seq_len=64, max_batch_size=3)
+    expected = [output.outputs[0].token_ids for output in make().generate(prompts, asked)]
+    llm = make(MTPDecodingConfig(max_draft_len=3))
+    named = llm.executor.draft_model.named_modules()
+    parts = {n.rpartition(".")[2] for n, m in named if getattr(m, "fp8", None) is not None}
+    assert parts == {"o_proj", "gate_up_proj", "down_proj", "experts"}
+    outputs = llm.generate(prompts, asked)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert sum(output.spec_stats.num_draft_tokens for output in outputs) > 0
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "eagle1", "draft_target"])

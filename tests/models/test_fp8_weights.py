@@ -208,7 +208,6 @@ def texts(path: Path, config: Any = None, **options: Any) -> list[list[int]]:
     llm = LLM(path, config, device="cpu", dtype="float32", max_seq_len=64, **options)
     outputs = llm.generate(random_prompts(3), SamplingParams(max_tokens=12, ignore_eos=True))
     if config is not None:
-        assert not fp8_modules(llm.executor.draft_model)
         assert sum(output.spec_stats.num_draft_tokens for output in outputs) > 0
     llm.shutdown()
     return [output.outputs[0].token_ids for output in outputs]
@@ -464,17 +463,26 @@ def test_other_kinds_are_refused(quant: Any) -> None:
 
 
 # -- drafters --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("mode", ["mtp", "eagle3", "draft_target"])
+LATENT: dict[str, Any] = {
+    "layout": "deepseek_v3", "num_mtp_layers": 1, "moe_intermediate_size": 32, "v_head_dim": 16,
+}  # fmt: skip
+OF_HEADS = {"o_proj", "gate_up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "fp8_parts"),
+    [
+        ("mtp", {*OF_HEADS, "experts"}),
+        ("eagle3", set()),
+        ("draft_target", {*OF_HEADS, "qkv_proj"}),
+    ],
+)
 def test_drafters_over_fp8_targets(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mode: str, fp8_parts: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heads are floats, those in the same FP8 checkpoint and those that share its ends too."""
-    sizes = {"moe_intermediate_size": 32} if mode == "mtp" else {}
-    path = (
-        mtp_model_dir(tmp_path, layout="deepseek_v3", num_mtp_layers=1, **sizes)
-        if mode == "mtp"
-        else tiny_model_dir(tmp_path)
-    )
+    """A drafter is what its own checkpoint has: an MTP layer in an FP8 one FP8, a head of floats
+    that shares its ends floats."""
+    path = mtp_model_dir(tmp_path, **LATENT) if mode == "mtp" else tiny_model_dir(tmp_path)
     twin = to_blocks(path, (16, 32))
     config: Any = {
         "mtp": lambda: MTPDecodingConfig(num_nextn_predict_layers=1),
@@ -485,15 +493,15 @@ def test_drafters_over_fp8_targets(
         ),
         "draft_target": lambda: DraftTargetDecodingConfig(max_draft_len=3, speculative_model=path),
     }[mode]()
-    expected = texts(twin)
-    monkeypatch.setattr(build, "weight_form", lambda quant, device: KEPT)
+    expected, exact = texts(twin), drafted(path, config)[1]
+    monkeypatch.setattr(place, "has_fp8", lambda device: True)
     assert texts(path, config) == expected
+    assert are_close(drafted(path, config)[1], exact)
+    executor = LLM(path, config, device="cpu", dtype="float32", max_seq_len=64).executor
+    assert fp8_modules(executor.draft_model) == fp8_parts
+    executor.shutdown()
 
 
-LATENT: dict[str, Any] = {
-    "layout": "deepseek_v3", "num_mtp_layers": 1, "moe_intermediate_size": 32, "v_head_dim": 16,
-}  # fmt: skip
-OF_HEADS = {"o_proj", "gate_up_proj", "down_proj"}
 HEADS: dict[str, tuple[Callable[[Path], Path], Callable[..., Any], set[str]]] = {
     "eagle3": (
         eagle3_dir,
@@ -676,7 +684,7 @@ def test_rows_of_no_token_are_zeros(
     """An lm_head of 41 tokens on two ranks: the second has 20 and one more row."""
     target, path = tiny_model_dir(tmp_path), eagle3_dir(tmp_path, draft_vocab=41)
     monkeypatch.setattr(place, "has_fp8", lambda device: keeps_fp8)
-    how = replace(UNPACKED_HEAD, form=place.form_of_drafter("fp8", CPU))
+    how = replace(UNPACKED_HEAD, form=place.weight_form("fp8", CPU))
 
     def of_rank(comm: Communicator) -> Tensor:
         decoder = load(target, parallel=Parallel(comm), pack=False)

@@ -64,21 +64,12 @@ were not measured."""
 
 
 def weight_form(quant: str | None, device: torch.device) -> WeightForm:
-    """Returns the form of a served target's weights.
+    """Returns the form of weights that are served: a target's, a draft model's or a head's.
 
     Args:
-        quant: as in `EngineConfig`.
+        quant: as in `EngineConfig` and in drafters' configs. None: as the checkpoint has them.
     """
     return WeightForm(keeps_fp8=has_fp8(device), quantizes=quant == "fp8")
-
-
-def form_of_drafter(quant: str | None, device: torch.device) -> WeightForm:
-    """Returns the form of a draft model's or a head's weights.
-
-    Args:
-        quant: as in their configs. With None FP8 weights of the checkpoint become floats.
-    """
-    return FLOATS_ALONE if quant is None else weight_form(quant, device)
 
 
 @dataclass(frozen=True, kw_only=True)

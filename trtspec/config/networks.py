@@ -65,7 +65,8 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
             and values are kept, so it changes neither memory nor the prefix cache.
         quant: "fp8" quantises the head's large products as `EngineConfig.quant` does the target's:
             o_proj, the MLP, experts and the lm_head (of a shared one a copy, on a GPU). Drafts take
-            less time and may be a little worse; the answers are the target's all the same.
+            less time and may be a little worse; the answers are the target's all the same. None
+            is what the checkpoint has.
         draft_token_ids: the tokens that a head with an lm_head of all tokens may propose, or a file
             of them (`checkpoints/heads/draft_tokens.py`). A draft pass then reads their rows alone.
             Other tokens are never drafted, and answers stay the target's. None is all tokens.

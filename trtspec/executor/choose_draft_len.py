@@ -18,7 +18,7 @@ from .request import ScheduledBatch
 from .runner import StepRunner
 from .step_costs import StepCosts, StepSeconds, StepShape
 
-VERSION = 9  # of the steps: another one makes times of earlier releases unknown
+VERSION = 10  # of the steps: another one makes times of earlier releases unknown
 LONG, SHARE = 1024, 8  # a step is timed behind LONG tokens of context, and behind LONG / SHARE
 SECONDS_AT_START = 10.0  # of captures; what is left then waits, but for times that are needed
 

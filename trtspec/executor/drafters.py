@@ -20,7 +20,7 @@ from ..checkpoints.heads.load import load_head
 from ..checkpoints.heads.masked import pard_token
 from ..checkpoints.heads.records import HeadRequest
 from ..checkpoints.hf_config import load_config
-from ..checkpoints.place import LoadOptions, form_of_drafter, lm_head_for_drafts
+from ..checkpoints.place import LoadOptions, lm_head_for_drafts, weight_form
 from ..checkpoints.tokenizer import load_tokenizer, token_problem
 from ..checkpoints.weights import finish, load_decoder
 from ..checkpoints.zoo import is_of_package, resolve_model
@@ -72,7 +72,7 @@ class LoadedTarget:
             self.options,
             kv_group=len(self.model.kv_group_specs(self.options.dtype)),  # after the target's
             pack=pack,
-            form=form_of_drafter(quant, self.options.device),
+            form=weight_form(quant, self.options.device),
         )
 
 
