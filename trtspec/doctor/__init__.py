@@ -44,7 +44,7 @@ from .exam import NUM_STEPS, HeadExam, examine
 from .heads import defect_of, notes_on, suspicion_of
 from .masks import special_tokens, without_twins
 from .texts import texts_of
-from .weights import untrained_tensors
+from .untrained import untrained_tensors
 
 __all__ = [
     "NUM_STEPS",

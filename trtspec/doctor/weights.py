@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.heads.records import Sources
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
@@ -219,34 +218,6 @@ def _without(layer: Linear) -> Change:
                 part.data = torch.zeros_like(part)
 
     return change
-
-
-def untrained_tensors(sources: Sources) -> str | None:
-    """Says which of a checkpoint's tensors look as if they were made and never filled: matrices
-    that are zero everywhere, norms of one value. None if none does.
-
-    Norms of queries and keys are left to `lost_norms`.
-    """
-    zeros, norms = list[str](), list[str]()
-    for source in sources.values():
-        if len(source.shape) > 1 and not bool(source.read().any()):
-            zeros.append(source.name)
-        elif source.name.endswith("norm.weight") and "q_norm" not in source.name:
-            weight = source.read()
-            if "k_norm" not in source.name and bool((weight == weight[0]).all()):
-                norms.append(source.name)
-    parts = []
-    if zeros:
-        parts.append(
-            f"{' and '.join(zeros)} {'are' if len(zeros) > 1 else 'is'} zero everywhere, which "
-            "trained ones are not: copy the head again from its source."
-        )
-    if norms:
-        parts.append(
-            f"{' and '.join(norms)} {'have' if len(norms) > 1 else 'has'} one value everywhere, as "
-            "before training. If it should not, copy the head again from its source."
-        )
-    return " ".join(parts) or None
 
 
 # -- changes of one module ---------------------------------------------------------------------
