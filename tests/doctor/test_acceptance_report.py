@@ -50,6 +50,7 @@ from trtspec.report import (
     measure_step_ms,
     step_times,
 )
+from trtspec.report.collect import collect_samples
 from trtspec.report.contexts import pad_prompt, padding_texts
 from trtspec.report.html import interval_text, render_html
 from trtspec.report.measure import dead, fading
@@ -393,6 +394,34 @@ def test_sampled_answers_repeat(folder: Path, target: Path) -> None:
     first, again = (measure_acceptance(llm, PROMPTS, **options) for _ in range(2))
     assert first.samples == again.samples
     assert measure_acceptance(llm, PROMPTS, seed=5, **options).samples != first.samples
+
+
+def test_a_measurement_after_one_that_was_interrupted(folder: Path, target: Path) -> None:
+    llm = build(target, eagle(eagle3_dir(folder)))
+    options: dict[str, Any] = {"max_tokens": 12, "encode": encode}
+    whole = collect_samples(llm, PROMPTS, **options)
+
+    def interrupt(text: str, done: float, of: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect_samples(llm, PROMPTS, progress=interrupt, **options)
+    assert collect_samples(llm, PROMPTS, **options) == whole
+
+
+def test_a_measurement_that_others_step(folder: Path, target: Path) -> None:
+    """They get its finished requests."""
+    llm = build(target, eagle(eagle3_dir(folder)))
+    options: dict[str, Any] = {"max_tokens": 12, "encode": encode}
+    whole = collect_samples(llm, PROMPTS, **options)
+    step = llm.executor.step
+    assert whole == collect_samples(llm, PROMPTS, progress=lambda *told: step(), **options)
+
+    def cancel(*told: object) -> None:
+        llm.executor.cancel(next(iter(llm.executor.book.live), -1))
+
+    with pytest.raises(RequestError, match="cancelled"):
+        collect_samples(llm, PROMPTS, progress=cancel, **options)
 
 
 def test_recording_is_off_unless_asked(folder: Path, target: Path) -> None:

@@ -885,7 +885,10 @@ def test_prompts_start_together(
     assert any(generating for _, generating in starts) and len(starts) < 12
     for wrong in (3, 0, True, "all"):
         with pytest.raises(ConfigError, match=r'prefill_batch_size=.* an int in 1 … 2, or "auto"'):
-            LLM(target_dir, device="cpu", max_batch_size=2, prefill_batch_size=wrong)  # type: ignore[arg-type]
+            EngineConfig("m", max_batch_size=2, prefill_batch_size=wrong)  # type: ignore[arg-type]
+    for wrong in (0, True, "64"):  # before weights are read
+        with pytest.raises(ConfigError, match=r"max_num_tokens=.*: it must be an int >= 1 or None"):
+            EngineConfig("m", max_num_tokens=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from matrix import Drafters, config_of, cpu_engine, make_drafters
 from oracle import VOCAB
 from tiny_heads import mtp_model_dir
 
-from trtspec import LLM, SADecodingConfig, SAEnhancerConfig, SamplingParams
+from trtspec import LLM, RequestError, SADecodingConfig, SAEnhancerConfig, SamplingParams
 from trtspec.data.acceptance_prompts import AcceptancePrompt
 from trtspec.report.sweep import Axes, Sweep, SweepRun, Way, draw_sweep, encode_prompts
 
@@ -157,6 +157,28 @@ class Counted:
     def reset_prefix_cache(self) -> None: ...
 
     def shutdown(self) -> None: ...
+
+
+def test_a_cell_that_fails_leaves_no_engine() -> None:
+    class Failing(Counted):
+        is_open = True
+
+        def generate(self, *args: Any, **named: Any) -> list[Any]:
+            raise RequestError("no")
+
+        def shutdown(self) -> None:
+            self.is_open = False
+
+    engines = {name: Failing("cpu") for name in ("plain", "auto")}
+    axes = Axes([3], [0.0], {"short": KINDS["short"]})
+    run = SweepRun(
+        ways=[Way("plain", "plain"), Way("auto", "auto")], axes=axes,
+        prompts=encode_prompts(axes, encoded), params=SamplingParams(max_tokens=2), repeat=1,
+        open_engines=lambda concurrency: engines, progress=lambda *_: None,
+    )  # fmt: skip
+    with pytest.raises(RequestError):
+        next(run.cells())
+    assert not any(engine.is_open for engine in engines.values())
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])

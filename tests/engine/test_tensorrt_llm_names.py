@@ -373,6 +373,9 @@ def test_overriding_what_acceptance_does_not_call_is_refused() -> None:
         type("Own", (BigramWorker,), {"_sample_tokens_for_batch": lambda *args: None})
     with pytest.raises(ConfigError, match="override apply_forced_acceptance"):
         type("Own", (BigramWorker,), {"_apply_force_accepted_tokens": lambda *args: None})
+    mixin = type("Mixin", (), {"_sample_tokens_for_batch": lambda *args: None})
+    with pytest.raises(ConfigError, match="override sample_target_tokens"):
+        type("Own", (mixin, BigramWorker), {})
 
 
 def test_a_worker_that_writes_nothing_is_refused() -> None:

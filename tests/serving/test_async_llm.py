@@ -29,6 +29,7 @@ from trtspec import (
     SamplingParams,
 )
 from trtspec.frontend.engine_thread import SHUT_DOWN, Bell, EngineThread, Feed, LoopPort
+from trtspec.frontend.time_limit import MAX_THREADS, TimeLimit
 
 LONG = greedy(200)
 
@@ -675,12 +676,78 @@ def test_one_loop_after_another(model_dir: Path, reference: LLM) -> None:
 
     llm = AsyncLLM(make_llm(model_dir))
     asyncio.run(leave(llm))
+    held = [feed.request for feed in llm._live]  # a reader that ends with its loop may not cancel
     asyncio.run(use(llm))
+    assert len(held) <= 1 and all(request.is_finished for request in held)
     thread = llm._engine._thread
     del llm
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_requests_of_a_closed_loop_end(model_dir: Path, reference: LLM) -> None:
+    """Though their stream is still held."""
+    want, streams = reference.generate(PROMPTS[0], greedy(20)), []
+
+    async def leave(llm: AsyncLLM) -> None:
+        streams.append(llm.generate(PROMPTS[1], LONG))
+        await anext(streams[0])
+        for _ in range(3):
+            streams.append(llm.generate(PROMPTS[2], LONG))
+            await anext(streams[-1])
+
+    async def use(llm: AsyncLLM) -> None:
+        assert same(await read(llm, PROMPTS[0], greedy(20)), want)
+        await rest(llm)
+
+    llm = AsyncLLM(make_llm(model_dir))
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(leave(llm))
+    held = [feed.request for feed in llm._live]
+    loop.close()
+    asyncio.run(use(llm))
+    assert held and {request.finish_reason for request in held} == {"cancelled"}
+    assert asyncio.run(llm.shutdown()) is None
+
+
+def test_a_bell_of_a_closed_loop_holds_no_news_back() -> None:
+    bell, loop = Bell(), asyncio.new_event_loop()
+    task = loop.create_task(bell.wait())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    bell.ring()
+    assert not task.done()
+
+
+def test_a_time_limit_in_one_loop_after_another() -> None:
+    """Threads that outlast their loop are free again when they end."""
+    limit, gate = TimeLimit("It", 5.0), threading.Event()
+
+    async def many() -> list[int]:
+        runs = (limit.run(lambda i=i: time.sleep(0.01) or i) for i in range(3 * MAX_THREADS))
+        return await asyncio.gather(*runs)
+
+    async def leave() -> None:
+        tasks = [asyncio.create_task(limit.run(gate.wait)) for _ in range(MAX_THREADS)]
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in tasks)
+
+    assert asyncio.run(many()) == asyncio.run(many()) == list(range(3 * MAX_THREADS))
+    asyncio.run(leave())
+    gate.set()
+    assert asyncio.run(many()) == list(range(3 * MAX_THREADS))
+
+    async def full() -> None:
+        gate.clear()
+        held = [asyncio.create_task(limit.run(gate.wait)) for _ in range(MAX_THREADS)]
+        await asyncio.sleep(0.1)
+        with pytest.raises(EngineError, match="all threads for it are taken"):
+            await limit._take_thread(0.0)
+        gate.set()
+        assert await asyncio.gather(*held) == [True] * MAX_THREADS
+
+    asyncio.run(full())
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def test_what_is_sent_of_a_request() -> None:
     request.finish_reason, request.accepted_lens[2], request.num_draft_tokens = "stop", 1, 3
     _, tokens, details = sent.entry(3, True)
     assert tokens == [] and details is not None and details.end is not None
-    assert details.end == ("stop", None) and details.counts == ({2: 1}, 3)
+    assert details.end == ("stop", None, False) and details.counts == ({2: 1}, 3)
     assert details.logprobs is None
     asked = make_request(2, logprobs=1)
     asked.output_token_ids = [1, 2]

@@ -681,6 +681,13 @@ def test_an_error_of_one_request_stays_its_own(
 
     monkeypatch.setattr(served.llm.executor, "stop_string_check", broken)
     refused(served.post(TEXT, LONG | {"stop": "zz"}), 500)
+
+    def broken_at_once(request: Any) -> bool:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:  # before the first token, and beside a good grammar
+        patch.setattr(served.llm.executor, "stop_string_check", broken_at_once)
+        refused(served.post(TEXT, LONG | {"stop": "zz", "guided_choice": ["a", "b"]}), 500)
     reply = served.post(TEXT, LONG | {"stop": "zz", "stream": True})
     events = [line for line in reply.text.splitlines() if line.startswith("data: ")]
     assert reply.status_code == 200 and events[-1] == "data: [DONE]"

@@ -155,6 +155,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     with pytest.raises(CheckpointError, match=r"another run: .*max_steps"):
         _trainer(target_dir, data, tmp_path).resume()
     path = tmp_path / "checkpoint.pt"
+    saved = torch.load(path, weights_only=True)
+    for wrong in ([], saved | {"run": 3}, saved | {"masters": [1]}, saved | {"optimizer": {}},
+                  saved | {"masters": dict.fromkeys(saved["masters"], 1)}):  # fmt: skip
+        torch.save(wrong, path)
+        with pytest.raises(CheckpointError, match="damaged"):
+            _trainer(target_dir, data, tmp_path, replace(TRAIN_CONFIG, max_steps=4)).resume()
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(CheckpointError, match="damaged"):
         _trainer(target_dir, data, tmp_path, replace(TRAIN_CONFIG, max_steps=4)).resume()
@@ -305,7 +311,8 @@ def test_a_diverging_run_says_so(target_dir: Path, data: GreedyTexts, tmp_path: 
     ("field", "value"),
     [("max_steps", 0), ("learning_rate", 0.0), ("clip", float("inf")), ("step_decay", 1.5),
      ("position_weights", "linear"), ("optimizer", "Muon"), ("variation", 1.5), ("variation", "1"),
-     ("batch_size", "4"), ("warmup_steps", -1)],
+     ("batch_size", "4"), ("warmup_steps", -1), ("weight_decay", -1.0), ("weight_decay", "x"),
+     ("betas", (2, 3)), ("betas", 0.9), ("betas", (0.9,))],
 )  # fmt: skip
 def test_a_config_that_cannot_be_is_refused(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):

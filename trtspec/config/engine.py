@@ -251,6 +251,9 @@ class EngineConfig:
         self._make_part("cuda_graph_config", CudaGraphConfig)
         check_choice("quant", self.quant, QUANTS, or_none=True)
         check_int("max_batch_size", self.max_batch_size, 1, MAX_BATCH_SIZE)
+        check_int("max_num_tokens", self.max_num_tokens, 1, None, or_none=True)
+        if self.prefill_batch_size is not None:
+            check_prefill(self.prefill_batch_size, self.max_batch_size)
         check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
         check_bool("disable_overlap_scheduler", self.disable_overlap_scheduler, or_none=True)
         check_choice("attn_backend", self.attn_backend, ATTENTION_BACKENDS)
@@ -353,8 +356,12 @@ class ExecutorConfig:
         require_int(self, "max_batch_size", 1, None)
         require_int(self, "max_num_tokens", 1, None)
         require_int(self, "max_seq_len", 2, None)
-        size, most = self.prefill_batch_size, self.max_batch_size
-        if size != "auto" and not is_int(size, 1, most):
-            raise ConfigError(
-                f'prefill_batch_size={shown(size)}: it must be {int_range(1, most)}, or "auto".'
-            )
+        check_prefill(self.prefill_batch_size, self.max_batch_size)
+
+
+def check_prefill(size: object, most: int) -> None:
+    """Raises ConfigError unless it is "auto" or a number of slots."""
+    if size != "auto" and not is_int(size, 1, most):
+        raise ConfigError(
+            f'prefill_batch_size={shown(size)}: it must be {int_range(1, most)}, or "auto".'
+        )

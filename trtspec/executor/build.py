@@ -241,11 +241,7 @@ def _load(
     needs = CacheNeeds(
         max_batch_size=engine.max_batch_size,
         max_seq_len=seq_len,
-        max_num_tokens=(
-            engine.max_num_tokens
-            if is_int(engine.max_num_tokens)
-            else max(seq_len, engine.max_batch_size * rows, graph_rows)
-        ),
+        max_num_tokens=_rows_of_pass(engine, seq_len, rows, graph_rows),
         rows=rows,
         extra_kv=worker.num_extra_kv_tokens,
         rewritten=worker.num_rewritten_tokens,
@@ -363,15 +359,7 @@ def _executor_config(
         rows: K + 1, of a verification pass.
         graph_rows: of a pass over prompts that graphs serve.
     """
-    least, max_num_tokens = engine.max_batch_size * rows, engine.max_num_tokens
-    if max_num_tokens is None:
-        max_num_tokens = max(max_seq_len, least, graph_rows)
-    if not isinstance(max_num_tokens, int) or max_num_tokens < least:
-        raise ConfigError(
-            f"max_num_tokens={shown(max_num_tokens)} is below max_batch_size * (K + 1) = "
-            f"{engine.max_batch_size} * {rows}: a full batch could not take a step. Raise it, or "
-            "lower max_batch_size."
-        )
+    max_num_tokens = _rows_of_pass(engine, max_seq_len, rows, graph_rows)
     no_overlap, prefill = engine.disable_overlap_scheduler, engine.prefill_batch_size
     if prefill is None:
         prefill = "auto" if is_cuda else 1
@@ -386,6 +374,24 @@ def _executor_config(
         guided_masked_drafts=engine.guided_masked_drafts,
         cuda_graph=cuda_graph,
     )
+
+
+def _rows_of_pass(engine: EngineConfig, max_seq_len: int, rows: int, graph_rows: int) -> int:
+    """Returns the most rows of a pass; arguments as of `_executor_config`.
+
+    Raises:
+        ConfigError: those that were asked for hold no full batch.
+    """
+    least, asked = engine.max_batch_size * rows, engine.max_num_tokens
+    if asked is None:
+        return max(max_seq_len, least, graph_rows)
+    if asked < least:
+        raise ConfigError(
+            f"max_num_tokens={asked} is below max_batch_size * (K + 1) = "
+            f"{engine.max_batch_size} * {rows}: a full batch could not take a step. Raise it, or "
+            "lower max_batch_size."
+        )
+    return asked
 
 
 def _sequence_length(asked: int | None, configs: list[DecoderConfig]) -> int:

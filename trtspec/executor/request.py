@@ -60,6 +60,7 @@ class Request:
     num_in_flight: int = 0  # launched steps whose tokens the host has not read
     finish_reason: str | None = None
     error: str | None = None
+    has_wrong_grammar: bool = False  # which is why it failed
     is_poisoned: bool = False  # its KV holds NaN: cleared before the blocks go to another
     text: TextStream | None = None  # set where stop strings are checked
     grammar: Grammar | None = None  # once it is compiled, of a request that has one

@@ -332,6 +332,7 @@ class AsyncFront(NamesAttributes, ABC):
             if self.num_live and self._loop is not None and not self._loop.is_closed():
                 raise EngineError("Another event loop has requests here: use one loop.")
             self._num_preparing, self._loop = 0, loop
+            self.cancel([feed.request for feed in self._live])  # of a closed loop: none reads them
             self._live.clear()
             self._bind(loop)
         if self.failure is not None:

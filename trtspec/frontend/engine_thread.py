@@ -51,7 +51,8 @@ class Bell:
         if self.on_ring is not None:
             self.on_ring()
         elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            with suppress(RuntimeError):  # the reader's event loop is closed
+                self._waiter.set_result(None)
 
     async def wait(self) -> None:
         """Waits for the next ring.

@@ -13,6 +13,8 @@ from ..errors import EngineError, RequestError
 
 T = TypeVar("T")
 MAX_THREADS = 8
+POLL_SECONDS = 0.02
+"""Between looks for a free thread. Those that wait may be of several event loops."""
 
 
 class _TimeIsUp(BaseException):
@@ -33,7 +35,7 @@ class TimeLimit:
 
     def __init__(self, what: str, seconds: float):
         self.what, self.seconds = what, seconds
-        self._free = asyncio.Semaphore(MAX_THREADS)
+        self._free = threading.Semaphore(MAX_THREADS)
 
     async def run(self, function: Callable[[], T]) -> T:
         """Returns what the function returns; raises what it raises.
@@ -43,15 +45,11 @@ class TimeLimit:
             EngineError: all threads are taken by others that do not end.
         """
         loop = asyncio.get_running_loop()
-        try:
-            await asyncio.wait_for(self._free.acquire(), self.seconds)
-        except TimeoutError:
-            raise EngineError(f"{self.what}: all threads for it are taken.") from None
+        await self._take_thread(loop.time() + self.seconds)
         future: asyncio.Future[Any] = loop.create_future()
         lock, is_over = threading.Lock(), [False]
 
         def finish(result: Any, error: BaseException | None) -> None:
-            self._free.release()
             if future.done():
                 return
             if error is None:
@@ -72,11 +70,16 @@ class TimeLimit:
                 error = RequestError(f"{self.what} took too long.")
             except Exception as raised:  # noqa: BLE001 - it is the caller's
                 error = raised
+            self._free.release()
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(finish, result, error)
 
         thread = threading.Thread(target=work, name="trtspec-template", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            self._free.release()
+            raise
         try:
             return await asyncio.wait_for(asyncio.shield(future), self.seconds)
         except TimeoutError:
@@ -89,6 +92,13 @@ class TimeLimit:
                 with lock:
                     if not is_over[0] and thread.ident is not None:
                         _raise_in(thread.ident)
+
+    async def _take_thread(self, until: float) -> None:
+        """Waits for a free thread, up to a time of the event loop."""
+        while not self._free.acquire(blocking=False):
+            if asyncio.get_running_loop().time() >= until:
+                raise EngineError(f"{self.what}: all threads for it are taken.")
+            await asyncio.sleep(POLL_SECONDS)
 
 
 def _raise_in(ident: int) -> None:

@@ -58,7 +58,7 @@ def collect_samples(
 
     Raises:
         ConfigError: a temperature or context length is out of range.
-        RequestError: a prompt is too long, or a request failed.
+        RequestError: a prompt is too long, or a request failed or was cancelled.
     """
     encode = encode or llm.apply_chat_template
     executor = llm.executor
@@ -77,13 +77,14 @@ def collect_samples(
         executor.record_steps = before
         done = 0
         while done < len(queued):
-            done += len(executor.step())
+            executor.step()  # what it returns may be another caller's, and others step, too
+            done = sum(request.is_finished for *_, request in queued)
             if progress is not None:
                 progress(f"decoding {len(queued)} prompts", done, len(queued))
     finally:  # an interrupt must not leave half a batch running
         executor.record_steps = before
         for *_, request in queued:
-            executor.cancel(request.request_id)
+            executor.cancel(request.request_id, report=False)
     return [_sample(*entry) for entry in queued]
 
 
@@ -117,6 +118,8 @@ def _sample(
 ) -> Sample:
     if request.finish_reason == "error":
         raise RequestError(f"prompt {prompt.id!r} failed: {request.error}")
+    if request.finish_reason == "cancelled":
+        raise RequestError(f"prompt {prompt.id!r} was cancelled: its steps are not all there.")
     assert request.finish_reason is not None and request.steps is not None
     return Sample(
         prompt_id=prompt.id,

@@ -6,6 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count, product
 from statistics import median
@@ -222,17 +223,18 @@ class SweepRun:
         """
         done, salts = count(), count()
         for concurrency in self.axes.concurrencies:
-            engines = self.open_engines(concurrency)
-            for number, place in enumerate(self.axes.places(concurrency)):
-                self.progress(
-                    f"concurrency {concurrency}, T={place.temperature:g}, {place.kind}"
-                    + ("" if place.context is None else f", context {place.context}"),
-                    next(done),
-                    self.axes.num_cells,
-                )
-                yield self._cell(engines, place, salts, is_first=number == 0)
-            for engine in engines.values():
-                engine.shutdown()
+            with ExitStack() as opened:
+                engines = self.open_engines(concurrency)
+                for engine in engines.values():
+                    opened.callback(engine.shutdown)
+                for number, place in enumerate(self.axes.places(concurrency)):
+                    self.progress(
+                        f"concurrency {concurrency}, T={place.temperature:g}, {place.kind}"
+                        + ("" if place.context is None else f", context {place.context}"),
+                        next(done),
+                        self.axes.num_cells,
+                    )
+                    yield self._cell(engines, place, salts, is_first=number == 0)
 
     def _cell(
         self, engines: Mapping[str, Engine], place: Place, salts: Iterator[int], *, is_first: bool

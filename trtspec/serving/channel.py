@@ -78,6 +78,7 @@ class End(NamedTuple):
 
     finish_reason: str | None
     error: str | None
+    has_wrong_grammar: bool
 
 
 Logprobs = Sequence[Sequence[tuple[int, float, int]]]

@@ -141,8 +141,8 @@ class Answer(ABC):
         if request.finish_reason == "cancelled":
             return ApiError(503, "The request was cancelled: the server ends.", code="cancelled")
         message = request.error or "The request failed."
-        if self._grammar_field is not None and not request.output_token_ids:
-            return ApiError(400, message, param=self._grammar_field)  # its grammar is wrong
+        if request.has_wrong_grammar:
+            return ApiError(400, message, param=self._grammar_field)
         return ApiError(500, message)
 
     # -- what it cost ----------------------------------------------------------------------------

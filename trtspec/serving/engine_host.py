@@ -64,7 +64,9 @@ class Sent(Followed):
     def entry(self, num_tokens: int, is_done: bool) -> Entry:
         """Returns what is new, up to a number of tokens."""
         request, first = self.request, self.num_sent
-        details = None
+        details = end = None
+        if is_done:
+            end = End(request.finish_reason, request.error, request.has_wrong_grammar)
         if is_done or self.has_details or not self.has_begun:
             logprobs, sources, counts = request.logprobs, request.sources, None
             if is_done or self.keep_counts:
@@ -74,7 +76,7 @@ class Sent(Followed):
                 logprobs=None if logprobs is None else plain(logprobs[first:num_tokens]),
                 sources=None if sources is None else sources[first:num_tokens],
                 counts=counts,
-                end=End(request.finish_reason, request.error) if is_done else None,
+                end=end,
                 prompt_logprobs=None if self.has_begun else request.prompt_logprobs,
             )
         self.num_sent, self.has_begun = num_tokens, True

@@ -192,6 +192,7 @@ class RemoteLLM(AsyncFront, asyncio.Protocol):
         if (end := details.end) is None:
             return False
         request.finish_reason, request.error = end.finish_reason, end.error
+        request.has_wrong_grammar = end.has_wrong_grammar
         return True
 
     def _settle(self, message: Reply) -> None:

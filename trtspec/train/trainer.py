@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from ..api.sampling_params import MAX_SEED
+from ..checks import is_list, is_number
 from ..config import MAX_DRAFT_LEN, require_int
 from ..errors import CheckpointError, ConfigError
 from ..models.decoder import Decoder
@@ -48,6 +49,17 @@ OPTIMIZERS = ("adamw", "muon")
 BEFORE: dict[str, Any] = {"optimizer": "adamw", "windows": [], "rotation and norms": None}
 """Settings of runs that were begun before they could be given."""
 Progress = Callable[[dict[str, Any]], None]
+
+
+DAMAGE = RuntimeError, KeyError, ValueError, TypeError, AttributeError
+"""What reading a checkpoint with other contents raises."""
+
+
+def damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged ({error}). Give another --out, or remove it and the head beside it to "
+        "start again."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +107,13 @@ class TrainConfig:
                 continue
             if not isinstance(value, int | float) or not 0 < value <= 1:
                 raise ConfigError(f"TrainConfig.{name}={value!r}: it must be in (0, 1].")
+        decay, betas = self.weight_decay, self.betas
+        if not is_number(decay) or not 0 <= decay < math.inf:
+            raise ConfigError(f"TrainConfig.weight_decay={decay!r}: it must be a number >= 0.")
+        if not (
+            is_list(betas) and len(betas) == 2 and all(is_number(b) and 0 <= b < 1 for b in betas)
+        ):
+            raise ConfigError(f"TrainConfig.betas={betas!r}: it must be two numbers in [0, 1).")
         share = self.variation
         if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
             raise ConfigError(f"TrainConfig.variation={share!r}: it must be in [0, 1].")
@@ -209,25 +228,24 @@ class Trainer:
             return False
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)
-            masters, run, step = saved["masters"], BEFORE | saved["run"], int(saved["step"])
-            optimizer, notes = saved["optimizer"], saved["notes"]
-        except (OSError, RuntimeError, KeyError, EOFError, ValueError, UnpicklingError) as error:
-            raise CheckpointError(
-                f"{path} is damaged ({error}). Give another --out, or remove it and the head "
-                "beside it to start again."
-            ) from error
+            masters, run, step = dict(saved["masters"]), BEFORE | saved["run"], int(saved["step"])
+            shapes = {name: master.shape for name, master in masters.items()}
+            optimizer, notes = saved["optimizer"], dict(saved["notes"])
+        except (*DAMAGE, OSError, EOFError, UnpicklingError) as error:
+            raise damaged(path, error) from error
         expected = self._run()
         differing = [name for name in expected if run.get(name) != expected[name]]
-        if differing or {n: t.shape for n, t in masters.items()} != {
-            n: t.shape for n, t in self.masters.items()
-        }:
+        if differing or shapes != {n: t.shape for n, t in self.masters.items()}:
             raise CheckpointError(
                 f"{path} is of another run: {', '.join(differing) or 'the head'} differ. Give "
                 "another --out, or the same options."
             )
         for name, master in self.masters.items():
             master.data.copy_(masters[name])
-        self.optimizer.load_state_dict(optimizer)
+        try:
+            self.optimizer.load_state_dict(optimizer)
+        except DAMAGE as error:
+            raise damaged(path, error) from error
         self.step, self.notes = step, {**self.notes, **notes}
         self._use_masters()
         self._cut_log()

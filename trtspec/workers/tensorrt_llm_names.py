@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.spec import SpecMetadata
 
-_CALLED_BY_US = {  # TensorRT-LLM's name -> what trtspec's acceptance calls in its place
+_REPLACED_BY = {  # TensorRT-LLM's name -> what trtspec's acceptance calls in its place
     "_sample_tokens_for_batch": "sample_target_tokens",
     "_apply_force_accepted_tokens": "apply_forced_acceptance",
 }
@@ -34,8 +34,8 @@ class TensorRTLLMNames:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name, replacement in _CALLED_BY_US.items():
-            if name in vars(cls):
+        for name, replacement in _REPLACED_BY.items():
+            if getattr(cls, name) is not getattr(TensorRTLLMNames, name):
                 raise ConfigError(
                     f"{cls.__name__} overrides {name}, which trtspec's acceptance does not call: "
                     f"override {replacement} in its place."
