@@ -21,7 +21,7 @@ from torch import Tensor
 from trtspec.checkpoints.tensors import TensorSource
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.distributed.comm import Communicator
-from trtspec.distributed.logits import ShardedLogits, whole
+from trtspec.distributed.logits import ShardedLogits, gather_logits
 from trtspec.distributed.parallel import ONE_RANK, Cut, Parallel
 from trtspec.errors import ConfigError
 from trtspec.models.decoder import Decoder
@@ -33,7 +33,7 @@ def load(path: Path, parallel: Parallel = ONE_RANK) -> Decoder:
 
 def logits_of(model: Decoder, prompts: list[Tensor]) -> Tensor:
     meta, positions = prefill_metadata(model.config, [len(prompt) for prompt in prompts])
-    return whole(model.compute_logits(model(torch.cat(prompts), positions, meta)))
+    return gather_logits(model.compute_logits(model(torch.cat(prompts), positions, meta)))
 
 
 TWO_KV_HEADS = {"num_global_key_value_heads": 2}

@@ -30,7 +30,7 @@ from trtspec import (
 )
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.config import resolve_speculative_config
-from trtspec.distributed.logits import whole
+from trtspec.distributed.logits import gather_logits
 from trtspec.errors import ConfigError
 from trtspec.metadata.attention import AttentionMetadata
 from trtspec.ops.tokens.markov_walk import MarkovTables
@@ -119,7 +119,7 @@ def chances_of(llm: LLM, monkeypatch: pytest.MonkeyPatch, prompts: int = 3) -> I
     choose = SpecWorkerBase._choose
 
     def watched(self: SpecWorkerBase, logits: Any, *rest: Any) -> Tensor:
-        seen.append(whole(logits).double())
+        seen.append(gather_logits(logits).double())
         return choose(self, logits, *rest)
 
     monkeypatch.setattr(SpecWorkerBase, "_choose", watched)

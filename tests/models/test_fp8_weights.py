@@ -52,7 +52,7 @@ from trtspec.checkpoints.place import WeightForm, weight_form
 from trtspec.checkpoints.tensors import TensorSource
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.distributed.comm import Communicator
-from trtspec.distributed.logits import whole
+from trtspec.distributed.logits import gather_logits
 from trtspec.distributed.parallel import ONE_RANK, Cut, Parallel
 from trtspec.executor import build, drafters
 from trtspec.layers import linear
@@ -85,7 +85,7 @@ def load(
 def logits_of(model: Decoder) -> Tensor:
     prompts = prompt_tensors(90)
     meta, positions = prefill_metadata(model.config, [len(prompt) for prompt in prompts])
-    return whole(model.compute_logits(model(torch.cat(prompts), positions, meta)))
+    return gather_logits(model.compute_logits(model(torch.cat(prompts), positions, meta)))
 
 
 @torch.no_grad()

@@ -77,7 +77,7 @@ class ShardedLogits:
         return tokens, (bad.amax(0) > 0) | ~(values.amax(0) > float("-inf"))
 
 
-def whole(logits: Tensor | ShardedLogits) -> Tensor:
+def gather_logits(logits: Tensor | ShardedLogits) -> Tensor:
     """Returns logits [R, V] of all tokens; where each rank has a part, it gathers them."""
     return logits.gathered() if isinstance(logits, ShardedLogits) else logits
 

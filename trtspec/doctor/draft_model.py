@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..attention.dense import DensePass
 from ..checkpoints.heads.mtp_layouts import mtp_layout
-from ..distributed.logits import whole
+from ..distributed.logits import gather_logits
 from ..models.decoder import Decoder
 from ..train.losses import StepScore, score
 from ..train.records import DraftStep, Sequences
@@ -36,7 +36,7 @@ class DraftModel(nn.Module):
         self.model, self.mask_token_id = model, mask_token_id
 
     def compute_logits(self, hidden: Tensor, step: int) -> Tensor:
-        return whole(self.model.compute_logits(hidden))
+        return gather_logits(self.model.compute_logits(hidden))
 
 
 class DraftModelExam(Exam):

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,25 +34,8 @@ UNCERTAIN = 2.0
 """A gain of fewer standard errors may well be an accident."""
 MAP_MAY_BE_WRONG = 0.25
 """A head whose first draft is accepted more often than this has the right vocabulary map."""
-_CHANGEABLE = (
-    "config",
-    "rope_tables",
-    "d2t",
-    "norm_before_residual",
-    "mask_hidden",
-    "embedding_scale",
-    "mask_token_id",
-    "layers",
-    "window",
-    "q_norm",
-    "k_norm",
-    "eps",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "scale",
-)
-"""Attributes that a trial may change, of any module of a drafter, besides its weights."""
+_REGISTERED = "_parameters", "_buffers", "_modules"
+"""Attributes of an `nn.Module` that are dicts which it changes."""
 
 
 @dataclass(frozen=True)
@@ -444,18 +427,17 @@ def _capturing(head: DraftHead, layers: tuple[int, ...]) -> Iterator[None]:
 
 @contextmanager
 def unchanged_after(drafter: nn.Module) -> Iterator[None]:
-    """Restores what a trial may change."""
-    attributes: list[tuple[nn.Module, str, Any]] = [
-        (module, name, getattr(module, name))
+    """Restores every module's attributes, and the tensor that each parameter holds."""
+    before = [
+        (module, {k: copy(v) if k in _REGISTERED else v for k, v in vars(module).items()})
         for module in drafter.modules()
-        for name in _CHANGEABLE
-        if hasattr(module, name)
     ]
-    weights = {name: p.data for name, p in drafter.named_parameters()}
+    weights = [(parameter, parameter.data) for parameter in drafter.parameters()]
     try:
         yield
     finally:
-        for module, name, value in attributes:
-            setattr(module, name, value)
-        for name, parameter in drafter.named_parameters():
-            parameter.data = weights[name]
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for parameter, data in weights:
+            parameter.data = data

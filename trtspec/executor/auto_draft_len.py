@@ -49,7 +49,7 @@ class _Probe:
 
 
 class _Outlook(NamedTuple):
-    """What is known of a shape's lengths, for some steps: it is asked at every change."""
+    """What is known of the lengths for one `StepShape`. It holds for some steps."""
 
     until: int  # a step
     most: int  # drafts within the limits of the step

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..distributed.logits import ShardedLogits, whole
+from ..distributed.logits import ShardedLogits, gather_logits
 from ..metadata.attention import PackedRows
 from ..metadata.spec import SpecMetadata
 from ..models.decoder import Decoder
@@ -91,7 +91,7 @@ def forward_step(
         saved = torch.cat([spec.captured_rows(meta.num_tokens), hidden], dim=-1)
     if tensors.num_logprobs is not None:
         logprobs = token_logprobs(
-            whole(logits), outputs["new_tokens"], meta.num_contexts, tensors.num_logprobs
+            gather_logits(logits), outputs["new_tokens"], meta.num_contexts, tensors.num_logprobs
         )
     if tensors.prompt_rows is not None:
         assert hidden is not None
@@ -193,7 +193,9 @@ def _prompt_logprobs(target: Decoder, hidden: Tensor, asked: PromptRows) -> Toke
     size = max(1, MOST_LOGITS // target.config.vocab_size)
     parts = []
     for rows, tokens in zip(asked.rows.split(size), asked.tokens.split(size), strict=True):
-        part = logprobs_of(whole(target.compute_logits(hidden[rows])), tokens, asked.num_top)
+        part = logprobs_of(
+            gather_logits(target.compute_logits(hidden[rows])), tokens, asked.num_top
+        )
         part.ranks.masked_fill_(tokens < 0, 0)
         parts.append(part)
     return TokenLogprobs.joined(parts)

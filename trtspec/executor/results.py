@@ -96,7 +96,7 @@ class RequestResult(NamedTuple):
     yields_token: bool  # False for a chunk inside the prompt
     tokens: list[int]  # accepted drafts, then the bonus; up to the end of a grammar
     num_accepted: int  # drafts, those behind a grammar's end too
-    num_asked: int  # drafts that its step before was asked for, found or not, if all are verified
+    num_asked: int  # drafts asked for by its previous step; of those shared out, the verified ones
     num_proposed: int | None  # drafts that it verified, if recorded
     logprobs: list[dict[int, Logprob]] | None  # of each token, if asked for
     hidden: HiddenRows | None  # if states are saved

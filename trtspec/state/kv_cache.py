@@ -5,7 +5,7 @@ device knows how many tokens have valid KV; the host knows an upper bound `past`
 
     [0, past)                    valid or, until the accepted count arrives, possibly rejected
     [past, past + K + 1)         written by the next verification pass
-    [past + K + 1, past + 2K + 1) written by drafting, for drafters that write KV
+    behind it, E tokens          written by drafting: E is the worker's `num_extra_kv_tokens`
 
 `reserve` covers the last of these ends before a step is launched. `trim` gives whole blocks back,
 once other requests want some: those that accepted counts or a smaller K have left over. Rejected

@@ -78,7 +78,8 @@ class Donors:
     def longest(self, parent: bytes, wanted: Sequence[int], ahead: int) -> Donor | None:
         """Returns the block that shares most tokens with `wanted`, among the newest ones.
 
-        The last `ahead` shared tokens do not count: rows before them would have read others.
+        The last `ahead` shared tokens do not count: a drafter's rows before them were computed from
+        the tokens behind them, which differ.
         """
         more = ahead + self._least  # tokens that a better one shares
         packed = array("i", wanted).tobytes()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..distributed.logits import whole
+from ..distributed.logits import gather_logits
 from ..models.drafters.base import DraftHead
 from ..models.drafters.clustered_head import ClusteredHead
 from ..models.drafters.dflash import DFlashHead
@@ -172,7 +172,7 @@ def proposals_of(head: DraftHead, step: DraftStep, rows: Tensor) -> Tensor:
         assert isinstance(head, DFlashHead) and head.markov_head is not None
         logits = logits + head.markov_head.bias(step.features[rows])  # type: ignore[operator]
     if step.before is None:
-        return whole(logits).argmax(-1)
+        return gather_logits(logits).argmax(-1)
     assert isinstance(head, DFlashHead) and head.candidate_selector is not None
     selector = head.candidate_selector
     candidates = selector.candidates(logits, hidden, len(hidden))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..attention.dense import DensePass
-from ..distributed.logits import whole
+from ..distributed.logits import gather_logits
 from ..metadata.spec import CapturedHiddenStates, SpecMetadata
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
@@ -67,7 +67,7 @@ def teach(target: Decoder, head: DraftHead, sequences: Sequences) -> Teacher:
     kept = None if head.d2t is None else torch.arange(len(head.d2t), device=ids.device) + head.d2t
     choices, logits = [], []
     for part in final.split(ROWS):
-        of_part = whole(target.compute_logits(part))
+        of_part = gather_logits(target.compute_logits(part))
         choices.append(of_part.argmax(-1))
         logits.append(of_part if kept is None else of_part[:, kept])
     hidden, chosen = spec.draft_hidden_states(final, len(ids)), torch.cat(choices)

@@ -25,7 +25,7 @@ from ..acceptance.guided import hand_over_accepted, hand_over_drafts, mask_draft
 from ..acceptance.rule import Drawn
 from ..acceptance.verify import Verification
 from ..config import DecodingBaseConfig
-from ..distributed.logits import ShardedLogits, whole
+from ..distributed.logits import ShardedLogits, gather_logits
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.draft_memory import DraftMemory
@@ -72,7 +72,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     _guided: GuidedStep | None = None
     """Masks of this step's drafts, where a request has a grammar."""
     _probabilities: tuple[Tensor, ...] = ()
-    """Of this step's drafts so far, as of `save_chances`."""
+    """For each depth drafted so far, [B] float32: the drafter's probability of its best token."""
     lookup: SuffixLookup | None = None
     """Drafts from texts: all of them in mode SA, those of some requests where the config has an
     `sa_config`."""
@@ -422,7 +422,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         """Returns logits [B, Vd], -inf where a grammar does not allow the token. Once per depth."""
         if self._guided is None:
             return logits
-        return mask_drafts(self._guided, whole(logits), d2t, depth)
+        return mask_drafts(self._guided, gather_logits(logits), d2t, depth)
 
     def propose_allowed(
         self,
@@ -434,7 +434,9 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     ) -> Tensor:
         """Does what `propose` does with logits that `allowed` has returned."""
         if self.keeps_probabilities:
-            self.add_probabilities(best_probabilities(whole(logits)), last_positions.shape[0])
+            self.add_probabilities(
+                best_probabilities(gather_logits(logits)), last_positions.shape[0]
+            )
         drafts = self._choose(logits, d2t, sampler, last_positions, depth)
         if self._guided is not None:
             hand_over_drafts(self._guided, drafts, depth, has_pass=not self.drafts_in_one_pass)
@@ -471,7 +473,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     ) -> Tensor:
         if sampler is None:
             return self.draft_sampler_greedy(logits, d2t)
-        logits = whole(logits)
+        logits = gather_logits(logits)
         if sampler.memory is None and sampler.slots.shape[0] and self.remembers_drafts:
             if self.draft_memory is None:
                 self._allocate_memory(logits, d2t)

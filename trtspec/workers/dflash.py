@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..distributed.logits import top_tokens, whole
+from ..distributed.logits import gather_logits, top_tokens
 from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import BlockRows, block_rows, draft_step, gather_rows
@@ -146,13 +146,13 @@ class DFlashWorker(OnePassWorker):
         is_guided = inputs.spec_metadata.guided is not None
         if sampler is None and not is_guided:
             if self.keeps_probabilities:
-                self.add_probabilities(best_probabilities(whole(logits)), batch)
+                self.add_probabilities(best_probabilities(gather_logits(logits)), batch)
             proposals += walk_candidates(candidates, before, selector.books).unbind(0)
             return self.finish(meta, rows.last_positions, proposals)
         nothing = torch.full(
             (batch, logits.shape[1]), float("-inf"), dtype=logits.dtype, device=before.device
         )
-        of_rows = whole(logits).split(batch) if is_guided else ()
+        of_rows = gather_logits(logits).split(batch) if is_guided else ()
         for depth, of_draft in enumerate(zip(*candidates, strict=True)):
             given = PathCandidates(*of_draft)
             if is_guided:  # what it allows is known once the draft before is taken

@@ -14,8 +14,6 @@ tokens, as a PARD model does (`masked.py`), and row n-1 proposes.
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import Tensor
 
 from ..metadata.accepted_path import certain_rows
@@ -29,8 +27,8 @@ from ..ops.step.rows import (
     masked_rows,
 )
 from .base import SpecWorkerBase
-from .heads import draft_network, skip_kv_of_first_rows
-from .protocols import DraftInputs, LanguageModel
+from .heads import draft_model_behind_prompts, skip_kv_of_first_rows
+from .protocols import DraftInputs
 
 
 class DraftTargetWorker(SpecWorkerBase):
@@ -47,15 +45,7 @@ class DraftTargetWorker(SpecWorkerBase):
         return 0
 
     def draft(self, inputs: DraftInputs) -> Tensor:
-        network, meta = draft_network(inputs)
-        model, num_tokens = cast(LanguageModel, network), meta.num_context_tokens
-        if num_tokens:  # the draft model reads the prompt as the target did
-            model(
-                inputs.input_ids[:num_tokens],
-                inputs.position_ids[:num_tokens],
-                meta.contexts_only(),
-            )
-
+        model, meta = draft_model_behind_prompts(inputs)
         new = None if self.lookup is None else _new_tokens(inputs, meta)
         if new is None:
             tokens, positions = last_two_tokens(

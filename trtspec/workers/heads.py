@@ -67,6 +67,19 @@ def nothing_drafted(inputs: DraftInputs) -> Tensor:
     return inputs.accepted_tokens[:, :0]
 
 
+def draft_model_behind_prompts(inputs: DraftInputs) -> tuple[LanguageModel, AttentionMetadata]:
+    """Lets the draft model read the step's prompts, as the target did. Returns it.
+
+    Raises:
+        ConfigError: as `draft_network`.
+    """
+    network, meta = draft_network(inputs)
+    model, count = cast(LanguageModel, network), meta.num_context_tokens
+    if count:
+        model(inputs.input_ids[:count], inputs.position_ids[:count], meta.contexts_only())
+    return model, meta
+
+
 def draft_network(inputs: DraftInputs) -> tuple[DraftModel | LanguageModel, AttentionMetadata]:
     """Returns the drafting network and the target's metadata.
 

@@ -29,7 +29,7 @@ from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import MaskedRows, draft_step, gather_rows, masked_rows
 from ..utils import renamed
 from .heads import (
-    draft_network,
+    draft_model_behind_prompts,
     draft_source,
     merged_embeds,
     one_layer,
@@ -37,7 +37,7 @@ from .heads import (
     skip_kv_of_first_rows,
 )
 from .one_pass import OnePassWorker
-from .protocols import DraftInputs, LanguageModel, MaskedDraftModel, both_outputs
+from .protocols import DraftInputs, MaskedDraftModel, both_outputs
 
 
 class MaskedWorker(OnePassWorker):
@@ -125,10 +125,7 @@ class MaskedDraftTargetWorker(MaskedWorker):
     first_row_offset = 1  # a row reads the token at its position; the certain one was read before
 
     def draft(self, inputs: DraftInputs) -> Tensor:
-        network, meta = draft_network(inputs)
-        model, tokens = cast(LanguageModel, network), meta.num_context_tokens
-        if tokens:  # the draft model reads the prompt as the target did
-            model(inputs.input_ids[:tokens], inputs.position_ids[:tokens], meta.contexts_only())
+        model, meta = draft_model_behind_prompts(inputs)
         rows, ids, step = self.rows_of_pass(inputs, meta)
         (proposing,) = gather_rows(rows.proposing, model(ids, step.position_ids, step))
         return self.drafts(inputs, meta, rows.last_positions, model.compute_logits(proposing), None)

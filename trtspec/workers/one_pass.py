@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..config import DecodingBaseConfig
-from ..distributed.logits import ShardedLogits, whole
+from ..distributed.logits import ShardedLogits, gather_logits
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import finish_drafts
 from .base import SpecWorkerBase
@@ -39,7 +39,7 @@ class OnePassWorker(SpecWorkerBase):
         else:  # noise, memory and grammars follow each draft's depth
             proposals = tuple(
                 self.propose(part, d2t, sampler, last_positions, depth)
-                for depth, part in enumerate(whole(logits).split(batch))
+                for depth, part in enumerate(gather_logits(logits).split(batch))
             )
         return self.finish(meta, last_positions, proposals)
 
