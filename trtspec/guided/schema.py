@@ -165,12 +165,29 @@ def _unenforced(schema: Any, where: str) -> Iterator[str]:
 
 def _unenforced_here(schema: dict[str, Any]) -> Iterator[str]:
     """Yields what does not hold of a schema itself, whatever the schemas inside."""
+    for rule in (
+        _ignored,
+        _beside_another,
+        _odd_multiples,
+        _odd_references,
+        _untyped,
+        _unheld_patterns,
+        _unknown_required,
+    ):
+        yield from rule(schema)
+
+
+def _ignored(schema: dict[str, Any]) -> Iterator[str]:
     for keyword in IGNORED:
         if keyword in schema and schema[keyword] is not False:
             yield f'"{keyword}"'
     alternatives = schema.get("allOf")
     if isinstance(alternatives, list) and len(alternatives) > 1:
         yield f'"allOf" of {len(alternatives)} schemas'
+
+
+def _beside_another(schema: dict[str, Any]) -> Iterator[str]:
+    """Keywords that another one hides."""
     constraints = sorted(set(schema) - _NOTES)
     for keyword in ("$ref", "anyOf", "oneOf", "allOf", "enum", "const"):
         if keyword not in schema:
@@ -184,20 +201,31 @@ def _unenforced_here(schema: dict[str, Any]) -> Iterator[str]:
         beside = [other for other in others if other in schema]
         if keyword in schema and beside:
             yield f'"{beside[0]}" beside "{keyword}"'
+
+
+def _odd_multiples(schema: dict[str, Any]) -> Iterator[str]:
     if "multipleOf" in schema and "number" in str(schema.get("type")):
         yield '"multipleOf" of a "number"'
     step = schema.get("multipleOf", 1)
     if not (isinstance(step, int | float) and step in range(1, MOST_MULTIPLE + 1)):
         yield f'"multipleOf" {step!r}, which is not an integer in 1 … {MOST_MULTIPLE},'
+
+
+def _odd_references(schema: dict[str, Any]) -> Iterator[str]:
     reference = schema.get("$ref", "#")
     if not (isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))):
         yield f'"$ref" to {reference!r} (only "#" and "#/…" are read)'
+
+
+def _untyped(schema: dict[str, Any]) -> Iterator[str]:
     untyped = [keyword for keyword in _OF_TYPES if keyword in schema and "type" not in schema]
     if not any(keyword in schema for keyword in _MAKE_OBJECTS):
         untyped += [keyword for keyword in _OF_OBJECTS if keyword in schema]
     if untyped:
         yield f'"{untyped[0]}" without "type"'
-    yield from _unheld_patterns(schema)
+
+
+def _unknown_required(schema: dict[str, Any]) -> Iterator[str]:
     properties, required = schema.get("properties"), schema.get("required")
     if isinstance(required, list):
         unknown = [name for name in required if name not in (properties or {})]
