@@ -176,7 +176,7 @@ def _run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], tally
 
 
 def _shape(auto: Any, tally: Tally, temperature: float) -> Any:
-    from trtspec.executor.step_costs import StepShape
+    from trtspec.executor.draft_lens.step_costs import StepShape
 
     size = tally.sizes.most_common(1)[0][0]
     return StepShape(auto.launches.size_of(size), all_greedy=temperature == 0)

@@ -23,10 +23,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from trtspec import NGramDecodingConfig, SamplingParams
-from trtspec.executor import auto_draft_len
-from trtspec.executor.auto_draft_len import AutoDraftLen, Launches
+from trtspec.executor.draft_lens import auto_draft_len
+from trtspec.executor.draft_lens.auto_draft_len import AutoDraftLen, Launches
+from trtspec.executor.draft_lens.step_costs import StepCosts, StepSeconds, StepShape
 from trtspec.executor.results import Outcomes
-from trtspec.executor.step_costs import StepCosts, StepSeconds, StepShape
 
 K, TOKENS = 4, 128
 ONE = 0.581, 0.655, 0.70, 0.735, 0.775  # ms a step with one request, by K

@@ -18,8 +18,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from trtspec import PyExecutor, SamplingParams
+from trtspec.executor.cuda_graphs.graph_key import GraphKey
 from trtspec.executor.forward_step import StepOutputs
-from trtspec.executor.graph_key import GraphKey
 from trtspec.executor.inputs import StepInputs, build_inputs
 from trtspec.executor.request import Request, ScheduledBatch
 from trtspec.ops.layer import cublaslt

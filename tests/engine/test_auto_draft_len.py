@@ -30,20 +30,21 @@ from trtspec import (
     SamplingParams,
 )
 from trtspec.checkpoints.zoo import resolve_head
-from trtspec.executor import auto_draft_len, drafters
-from trtspec.executor.auto_draft_len import AutoDraftLen, Launches
-from trtspec.executor.drafters import LoadedDrafter, may_choose
-from trtspec.executor.graph_key import GraphKey
-from trtspec.executor.graphs import CudaGraphs, GraphMemoryError
-from trtspec.executor.request import ScheduledBatch, StepPlan
-from trtspec.executor.results import Outcomes
-from trtspec.executor.running_acceptance import (
+from trtspec.executor import drafters
+from trtspec.executor.cuda_graphs.graph_key import GraphKey
+from trtspec.executor.cuda_graphs.graphs import CudaGraphs, GraphMemoryError
+from trtspec.executor.draft_lens import auto_draft_len
+from trtspec.executor.draft_lens.auto_draft_len import AutoDraftLen, Launches
+from trtspec.executor.draft_lens.running_acceptance import (
     AcceptanceByKind,
     RunningAcceptance,
     load_rates,
     save_rates,
 )
-from trtspec.executor.step_costs import StepCosts, StepSeconds, StepShape
+from trtspec.executor.draft_lens.step_costs import StepCosts, StepSeconds, StepShape
+from trtspec.executor.drafters import LoadedDrafter, may_choose
+from trtspec.executor.request import ScheduledBatch, StepPlan
+from trtspec.executor.results import Outcomes
 
 K, HEAD = 6, "smollm2-135m-eagle3"
 GREEDY = StepShape(1, all_greedy=True)

@@ -30,7 +30,7 @@ from trtspec.checkpoints.hf_config import parse_config
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
 from trtspec.executor import build
-from trtspec.executor.context_inputs import deal_out, most_worth_capturing
+from trtspec.executor.cuda_graphs.context_inputs import deal_out, most_worth_capturing
 from trtspec.executor.inputs import assemble, build_inputs
 from trtspec.executor.request import ContextChunk, ScheduledBatch
 from trtspec.layers.linear import Linear
@@ -90,7 +90,7 @@ def test_padding_changes_no_token(
     most = 12 + 9 * joins
     arguments = {"enable_chunked_prefill": True, "max_num_tokens": most} if chunked else {}
     config = config_of(mode, 2, drafters)
-    monkeypatch.setattr("trtspec.executor.context_inputs.TOKENS_PER_CONTEXT", 4)
+    monkeypatch.setattr("trtspec.executor.cuda_graphs.context_inputs.TOKENS_PER_CONTEXT", 4)
     llm = _llm(target_dir, config, monkeypatch, max_seq_len=32, **arguments)
     graphs = Uncaptured(llm.executor, (7, 12) if chunked else (7, 18), joins)
     llm.executor.runner.graphs = graphs  # type: ignore[assignment]
@@ -123,7 +123,7 @@ def test_generations_in_passes_of_other_caches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Latent attention; KV groups with windows. The kernels read the generations, too."""
-    monkeypatch.setattr("trtspec.executor.context_inputs.TOKENS_PER_CONTEXT", 4)
+    monkeypatch.setattr("trtspec.executor.cuda_graphs.context_inputs.TOKENS_PER_CONTEXT", 4)
     target, config = make(tmp_path)
     llm = _llm(target, config, monkeypatch, max_seq_len=32)
     graphs = Uncaptured(llm.executor, (7, 18), joins=True)
@@ -142,7 +142,7 @@ def test_prompts_too_long_for_one_pass_take_several(
     target_dir: Path, drafters: Drafters, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All begin in one step, beside a generation; sampled ones draw what they would alone."""
-    monkeypatch.setattr("trtspec.executor.context_inputs.TOKENS_PER_CONTEXT", 4)
+    monkeypatch.setattr("trtspec.executor.cuda_graphs.context_inputs.TOKENS_PER_CONTEXT", 4)
     config, most = config_of(mode, 2, drafters), {"max_batch_size": 6, "max_num_tokens": 40}
     prompts = [
         [(7 * i + j * j) % VOCAB for j in range(n)] for i, n in enumerate((3, 8, 4, 5, 9, 2))
@@ -171,7 +171,7 @@ def test_a_prompt_longer_than_any_pass_is_cut(
     target_dir: Path, drafters: Drafters, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Into passes of one step, beside a generation; of several prompts the rests share passes."""
-    monkeypatch.setattr("trtspec.executor.context_inputs.TOKENS_PER_CONTEXT", 4)
+    monkeypatch.setattr("trtspec.executor.cuda_graphs.context_inputs.TOKENS_PER_CONTEXT", 4)
     executor = _llm(target_dir, config_of(mode, 2, drafters), monkeypatch).executor
     graphs = Uncaptured(executor, (8,))
     executor.runner.graphs = graphs  # type: ignore[assignment]

@@ -35,7 +35,7 @@ from trtspec import (
 )
 from trtspec.config import DecodingBaseConfig
 from trtspec.executor import build
-from trtspec.executor.auto_draft_len import AutoDraftLen
+from trtspec.executor.draft_lens.auto_draft_len import AutoDraftLen
 from trtspec.executor.request import Request, ScheduledBatch
 from trtspec.metadata.attention import AttentionMetadata
 
@@ -231,7 +231,7 @@ def test_generations_in_passes_over_prompts(
 ) -> None:
     """In shapes as graphs have them, with rows that a head has missed before."""
     monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("trtspec.executor.context_inputs.TOKENS_PER_CONTEXT", 4)
+    monkeypatch.setattr("trtspec.executor.cuda_graphs.context_inputs.TOKENS_PER_CONTEXT", 4)
     monkeypatch.setattr(build, "attention_backend", lambda *_: PaddedTorch())
     target, config = DRAFTERS[name](tmp_path)
     fuzz = Fuzz(target, config, disable_overlap_scheduler=False)

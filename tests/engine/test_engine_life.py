@@ -22,7 +22,7 @@ from tiny_heads import eagle3_dir
 from trtspec import LLM, CudaGraphConfig, EagleDecodingConfig, NGramDecodingConfig, SamplingParams
 from trtspec.api.text_stream import TextStream
 from trtspec.errors import RequestError
-from trtspec.executor import graphs
+from trtspec.executor.cuda_graphs import graphs
 from trtspec.executor.request import Request
 from trtspec.state.kv_cache import KVGroupSpec
 

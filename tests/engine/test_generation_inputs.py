@@ -7,7 +7,7 @@ import random
 import torch
 
 from trtspec import SamplingParams
-from trtspec.executor.generation_inputs import GenerationInputs
+from trtspec.executor.cuda_graphs.generation_inputs import GenerationInputs
 from trtspec.executor.request import Request
 from trtspec.metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS
 from trtspec.state.kv_cache import KVCacheManager, KVGroupSpec

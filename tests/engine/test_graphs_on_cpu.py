@@ -15,7 +15,7 @@ from uncaptured import PaddedTorch
 
 from trtspec import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
 from trtspec.executor import build
-from trtspec.executor.graph_key import GraphKey
+from trtspec.executor.cuda_graphs.graph_key import GraphKey
 
 MODES = ["none", "sa", "eagle3", "mtp_eagle", "draft_target", "dflash"]
 
@@ -34,7 +34,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     backend = PaddedTorch()
     monkeypatch.setattr(build, "attention_backend", lambda name, device: backend)
-    monkeypatch.setattr("trtspec.executor.context_inputs.TOKENS_PER_CONTEXT", 4)
+    monkeypatch.setattr("trtspec.executor.cuda_graphs.context_inputs.TOKENS_PER_CONTEXT", 4)
     yield
 
 

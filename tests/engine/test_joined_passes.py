@@ -29,7 +29,7 @@ from trtspec.checkpoints.hf_config import parse_config
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
 from trtspec.executor import build
-from trtspec.executor.joined_passes import JoinedPasses
+from trtspec.executor.cuda_graphs.joined_passes import JoinedPasses
 from trtspec.executor.request import ContextChunk, Request, ScheduledBatch, StepPlan
 from trtspec.models.decoder import Decoder
 
@@ -40,7 +40,7 @@ Waiting = list[tuple[Any, SamplingParams]]
 @pytest.fixture(autouse=True)
 def padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes of few rows for several prompts, and attention that reads them."""
-    monkeypatch.setattr("trtspec.executor.context_inputs.TOKENS_PER_CONTEXT", 4)
+    monkeypatch.setattr("trtspec.executor.cuda_graphs.context_inputs.TOKENS_PER_CONTEXT", 4)
     monkeypatch.setattr(build, "attention_backend", lambda name, device: PaddedTorch())
 
 

@@ -24,12 +24,13 @@ from trtspec import (
     MTPDecodingConfig,
     SamplingParams,
 )
-from trtspec.executor import choose_draft_len, runner
-from trtspec.executor.auto_draft_len import AutoDraftLen
-from trtspec.executor.graph_key import GraphKey
-from trtspec.executor.graphs import CudaGraphs
+from trtspec.executor import runner
+from trtspec.executor.cuda_graphs.graph_key import GraphKey
+from trtspec.executor.cuda_graphs.graphs import CudaGraphs
+from trtspec.executor.draft_lens import choose_draft_len
+from trtspec.executor.draft_lens.auto_draft_len import AutoDraftLen
+from trtspec.executor.draft_lens.step_costs import StepCosts
 from trtspec.executor.request import ScheduledBatch
-from trtspec.executor.step_costs import StepCosts
 from trtspec.metadata.missed import CAPACITY
 
 pytestmark = [

@@ -16,7 +16,7 @@ from sampled import requests, texts
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, KvCacheConfig, SamplingParams
-from trtspec.executor.graphs import CudaGraphs
+from trtspec.executor.cuda_graphs.graphs import CudaGraphs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -26,7 +26,7 @@ from soak import (
     soak,
 )
 
-from trtspec.executor.graphs import CudaGraphs
+from trtspec.executor.cuda_graphs.graphs import CudaGraphs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from trtspec import CudaGraphConfig
-from trtspec.executor import graphs
+from trtspec.executor.cuda_graphs import graphs
+from trtspec.executor.cuda_graphs.graph_key import GraphKey
+from trtspec.executor.cuda_graphs.graph_recorder import GraphPart
 from trtspec.executor.device_step import PartialLaunch
 from trtspec.executor.forward_step import StepOutputs
-from trtspec.executor.graph_key import GraphKey
-from trtspec.executor.graph_recorder import GraphPart
 from trtspec.executor.py_executor import PyExecutor
 
 

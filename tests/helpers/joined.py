@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from trtspec import LLM
-from trtspec.executor.graph_key import GraphKey
-from trtspec.executor.graphs import CudaGraphs
-from trtspec.executor.joined_passes import JoinedPasses
+from trtspec.executor.cuda_graphs.graph_key import GraphKey
+from trtspec.executor.cuda_graphs.graphs import CudaGraphs
+from trtspec.executor.cuda_graphs.joined_passes import JoinedPasses
 
 
 def join_always(patch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from trtspec.attention.base import CachedLayer
 from trtspec.attention.torch_sdpa import TorchAttention
-from trtspec.executor.context_inputs import ContextInputs
+from trtspec.executor.cuda_graphs.context_inputs import ContextInputs
+from trtspec.executor.cuda_graphs.generation_inputs import GenerationInputs
 from trtspec.executor.device_step import PartialLaunch
 from trtspec.executor.forward_step import StepOutputs
-from trtspec.executor.generation_inputs import GenerationInputs
 from trtspec.executor.py_executor import PyExecutor
 from trtspec.executor.request import ContextChunk, StepPlan
 from trtspec.metadata.attention import AttentionMetadata

@@ -29,7 +29,7 @@ from trtspec import (
 )
 from trtspec.config import DecodingBaseConfig, SaveHiddenStatesDecodingConfig
 from trtspec.errors import ConfigError, RequestError
-from trtspec.executor.auto_draft_len import AutoDraftLen
+from trtspec.executor.draft_lens.auto_draft_len import AutoDraftLen
 from trtspec.executor.request import ScheduledBatch
 from trtspec.executor.runner import StepRunner
 from trtspec.workers import DFlashWorker

@@ -16,7 +16,7 @@ from tiny_heads import eagle3_dir
 from trtspec import LLM, EagleDecodingConfig, RequestError
 from trtspec.cli import main
 from trtspec.executor import drafters
-from trtspec.executor.auto_draft_len import AutoDraftLen
+from trtspec.executor.draft_lens.auto_draft_len import AutoDraftLen
 from trtspec.report.step_times import measure_step_ms, step_seconds_without_drafts
 from trtspec.serving import warm_up as module
 from trtspec.serving.metrics import StepMetrics

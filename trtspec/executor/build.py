@@ -37,7 +37,7 @@ from ..utils import renamed
 from ..workers import create_worker
 from ..workers.base import SpecWorkerBase
 from .cache_size import CacheNeeds, longest_sequence, size_cache
-from .context_inputs import most_worth_capturing
+from .cuda_graphs.context_inputs import most_worth_capturing
 from .device import attention_backend, kv_cache_dtype, resolve_device, resolve_dtype
 from .drafters import DrafterLoader, LoadedDrafter, LoadedTarget, drafter_loader
 from .linked_cache import LinkedKVCache, OwnedKVCache

@@ -30,8 +30,8 @@ from ..config import ExecutorConfig, UserProvidedDecodingConfig
 from ..errors import RequestError
 from .admission import Admission
 from .book import RequestBook
-from .choose_draft_len import draft_len_of
 from .dead_drafter import DeadDrafterWatch
+from .draft_lens.choose_draft_len import draft_len_of
 from .guide import Guide
 from .guided_batch import GuidedBatch
 from .host_drafts import draft_on_host

@@ -27,9 +27,9 @@ from ..utils import rows_to_tensor
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftModel, EndedText, LanguageModel
 from .admission import end_ids
-from .context_inputs import deal_out
+from .cuda_graphs.context_inputs import deal_out
+from .cuda_graphs.graphs import CudaGraphs
 from .device_step import DeviceStep, PartialLaunch
-from .graphs import CudaGraphs
 from .guided_masks import GuidedMasks
 from .inputs import EngineShape, build_inputs
 from .request import ContextChunk, Request, ScheduledBatch, StepPlan

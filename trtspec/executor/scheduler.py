@@ -14,7 +14,7 @@ from ..config import ExecutorConfig
 from ..state.kv_cache import KVCacheManager
 from ..state.prefix_search import PrefixHit
 from ..workers.base import SpecWorkerBase
-from .draft_len import DraftLen
+from .draft_lens.draft_len import DraftLen
 from .prefixes import Prefixes
 from .request import ContextChunk, Request, RequestState, ScheduledBatch
 

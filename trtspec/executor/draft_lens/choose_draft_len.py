@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from ..utils import cache_dir
+from ...utils import cache_dir
+from ..cuda_graphs.graphs import CudaGraphs
+from ..request import ScheduledBatch
+from ..runner import StepRunner
 from .auto_draft_len import AutoDraftLen, Launches
 from .draft_len import DraftLen
-from .graphs import CudaGraphs
-from .request import ScheduledBatch
-from .runner import StepRunner
 from .step_costs import StepCosts, StepSeconds, StepShape
 
 VERSION = 10  # of the steps: another one makes times of earlier releases unknown

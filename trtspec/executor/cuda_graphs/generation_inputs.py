@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS
-from ..state.kv_cache import KVCacheManager
-from .inputs import ContextRows, StepInputs
-from .pinned import PinnedBuffer, PinnedBuffers
-from .request import Request
+from ...metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS
+from ...state.kv_cache import KVCacheManager
+from ..inputs import ContextRows, StepInputs
+from ..pinned import PinnedBuffer, PinnedBuffers
+from ..request import Request
 
 NO_REQUEST, UNKNOWN = -1, -2  # of a row that is inert; of one that the device may not have
 

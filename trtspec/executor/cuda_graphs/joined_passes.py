@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..models.decoder import Decoder
-from ..ops.launch.machine import BYTES_PER_SECOND
+from ...models.decoder import Decoder
+from ...ops.launch.machine import BYTES_PER_SECOND
 from .context_inputs import seconds_of_row
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from ..checks import is_int
-from ..config import DecodingBaseConfig
-from ..errors import ConfigError
-from .request import Request, ScheduledBatch
-from .results import LaunchedStep, Outcomes
+from ...checks import is_int
+from ...config import DecodingBaseConfig
+from ...errors import ConfigError
+from ..request import Request, ScheduledBatch
+from ..results import LaunchedStep, Outcomes
 
 
 class DraftLen:

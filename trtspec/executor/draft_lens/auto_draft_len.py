@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config import DecodingBaseConfig
+from ...config import DecodingBaseConfig
+from ..request import Request, ScheduledBatch
+from ..results import LaunchedStep, Outcomes
 from .draft_len import DraftLen
-from .request import Request, ScheduledBatch
-from .results import LaunchedStep, Outcomes
 from .running_acceptance import AcceptanceByKind
 from .step_costs import StepCosts, StepShape
 

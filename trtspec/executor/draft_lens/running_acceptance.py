@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from ..utils import replace_text
-from .request import ScheduledBatch
-from .results import Outcomes
+from ...utils import replace_text
+from ..request import ScheduledBatch
+from ..results import Outcomes
 
 logger = logging.getLogger(__name__)
 

@@ -15,19 +15,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..layers.linear import Linear
-from ..models.decoder import Decoder
-from ..ops.launch.machine import (
+from ...layers.linear import Linear
+from ...models.decoder import Decoder
+from ...ops.launch.machine import (
     FLOPS,
     FLOPS_FP8,
     FLOPS_FP32,
     LAUNCH_SECONDS_PER_LAYER,
     LAUNCH_SECONDS_PER_LAYER_FP8,
 )
-from ..state.kv_cache import KVCacheManager
-from .inputs import ContextRows, StepInputs
-from .pinned import PinnedBuffers
-from .request import ContextChunk
+from ...state.kv_cache import KVCacheManager
+from ..inputs import ContextRows, StepInputs
+from ..pinned import PinnedBuffers
+from ..request import ContextChunk
 
 TOKENS_PER_CONTEXT = 16
 """Rows of a shape per context that it has; shorter prompts need a larger shape."""

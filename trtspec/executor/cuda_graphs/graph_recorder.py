@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..metadata.guided import DraftPoint, Point
+from ...metadata.guided import DraftPoint, Point
 
 HostPart = Callable[[Point], None]
 

@@ -23,21 +23,21 @@ from typing import NamedTuple
 
 import torch
 
-from ..config import CudaGraphConfig, ExecutorConfig
-from ..errors import ConfigError
-from ..ops.launch.captures import capture_stream, no_garbage_collection
-from ..ops.layer import cublaslt
+from ...config import CudaGraphConfig, ExecutorConfig
+from ...errors import ConfigError
+from ...ops.launch.captures import capture_stream, no_garbage_collection
+from ...ops.layer import cublaslt
+from ..device_step import DeviceStep, PartialLaunch
+from ..draft_lens.step_costs import StepShape
+from ..forward_step import StepOutputs
+from ..guided_masks import GuidedMasks
+from ..inputs import StepInputs
+from ..request import ContextChunk, ScheduledBatch, StepPlan
 from .context_inputs import ContextInputs, most_worth_capturing
-from .device_step import DeviceStep, PartialLaunch
-from .forward_step import StepOutputs
 from .generation_inputs import GenerationInputs
 from .graph_key import GraphKey
 from .graph_recorder import GraphPart, GraphRecorder, HostPart, launch_parts
-from .guided_masks import GuidedMasks
-from .inputs import StepInputs
 from .joined_passes import JoinedPasses
-from .request import ContextChunk, ScheduledBatch, StepPlan
-from .step_costs import StepShape
 
 logger = logging.getLogger(__name__)
 

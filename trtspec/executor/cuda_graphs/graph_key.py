@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..draft_lens.step_costs import StepShape
+from ..request import StepPlan
 from .context_inputs import ContextInputs
-from .request import StepPlan
-from .step_costs import StepShape
 
 
 class GraphKey(NamedTuple):

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
-from ..utils import replace_text
+from ...utils import replace_text
 
 logger = logging.getLogger(__name__)
 
