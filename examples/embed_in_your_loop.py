@@ -65,6 +65,7 @@ def main(model_dir: str) -> None:
             cache.crop(-rejected)
         rows = out["next_new_tokens"][0].tolist()
         steps += 1
+    text = text[: prompt_len + MAX_TOKENS]  # the last step may go beyond
     print(tokenizer.decode(text))
     print(f"{len(text) - prompt_len} tokens in {steps} passes of the target")
 

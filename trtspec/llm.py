@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Never
 
 from .api.embeds_prompt import EmbedsPrompt
 from .api.outputs import EngineStats, RequestOutput
@@ -74,7 +74,11 @@ class LLM(NamesAttributes):
             self.executor.shutdown()
 
     def __enter__(self) -> LLM:
+        _ = self.executor.admission  # raises where the engine is shut down
         return self
+
+    def __reduce__(self) -> Never:
+        raise TypeError("An LLM holds a device's memory and threads: make another, not a copy.")
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()

@@ -89,6 +89,10 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "embedding_bias": ("logit_bias",),
     "end_id": ("stop_token_ids",),
     "inputs": ("prompts", "prompt"),
+    "guided_choice": ("guided_decoding=GuidedDecodingParams(choice=…)",),
+    "guided_grammar": ("guided_decoding=GuidedDecodingParams(grammar=…)",),
+    "guided_json": ("guided_decoding=GuidedDecodingParams(json=…)",),
+    "guided_regex": ("guided_decoding=GuidedDecodingParams(regex=…)",),
     "json_schema": ("guided_decoding=GuidedDecodingParams(json=…)",),
     "logits_processor": ("logit_bias",),
     "logits_processors": ("logit_bias",),
@@ -207,6 +211,13 @@ class NamesFields:
                 taken = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
                 raise unexpected(cls.__name__, name, taken)
         return super().__new__(cls)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            use = advice(name, [field.name for field in fields(type(self))])
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(text if use is None else f"{text}: {use}", name=name, obj=self)
 
 
 class NamesAttributes:

@@ -156,8 +156,9 @@ def test_the_parts_of_an_engine_may_be_dicts(tmp_path: Path) -> None:
     assert engine.cuda_graph_config == CudaGraphConfig(batch_sizes=[1, 2])
     with LLM(tiny_model_dir(tmp_path), device="cpu", **options) as llm:  # type: ignore[arg-type]
         assert llm.max_draft_len == 3
-    with pytest.raises(ConfigError, match=r"backend='pytorch': it says how ranks are started\."):
-        EngineConfig("m", backend="pytorch")
+    assert EngineConfig("m", backend="pytorch").backend is None  # of TensorRT-LLM's YAML
+    with pytest.raises(ConfigError, match=r"backend='tensorrt': it says how ranks are started\."):
+        EngineConfig("m", backend="tensorrt")
     for name in ("kv_cache_config", "cuda_graph_config"):
         with pytest.raises(ConfigError, match=rf"{name} has no field max_batch_siz"):
             EngineConfig("m", **{name: {"max_batch_siz": 1}})

@@ -35,6 +35,35 @@ from .rules import rule_of
 from .target import sample_target_tokens
 
 
+def rows_of_drafts(
+    draft_tokens: Tensor | None, generations: int, max_draft_len: int, device: torch.device
+) -> Tensor:
+    """Returns draft tokens [G, K'] or [G * K'] as [G, K']; None is K' = 0.
+
+    Without generations it is [0, K], whatever a preallocated buffer holds.
+
+    Raises:
+        ConfigError: another shape, or no token ids.
+    """
+    if generations == 0:
+        return torch.empty((0, max_draft_len), dtype=torch.int32, device=device)
+    if draft_tokens is None:
+        return torch.empty((generations, 0), dtype=torch.int32, device=device)
+    if not isinstance(draft_tokens, Tensor):
+        given = type(draft_tokens).__name__
+        raise ConfigError(f"draft_tokens is a {given}: give a tensor [G, K] or [G*K] of token ids.")
+    if draft_tokens.dtype not in (torch.int32, torch.int64) and draft_tokens.numel():
+        raise ConfigError(f"draft_tokens are {draft_tokens.dtype}: give int32 or int64 token ids.")
+    shape = tuple(draft_tokens.shape)
+    is_whole = len(shape) == 1 and shape[0] % generations == 0
+    if not is_whole and not (len(shape) == 2 and shape[0] == generations):
+        raise ConfigError(
+            f"draft_tokens of shape {shape} are not those of {generations} generation requests: "
+            "give [G, K] or [G*K]."
+        )
+    return draft_tokens.reshape(generations, -1)
+
+
 class Verification(nn.Module):
     """Acceptance of drafts by the rule of the config.
 
@@ -274,17 +303,7 @@ class Verification(nn.Module):
         generations = batch_size - num_contexts
         if not 0 <= num_contexts <= batch_size:
             raise ConfigError(f"num_contexts={num_contexts} is not in 0 … batch_size={batch_size}.")
-        if generations == 0:  # whatever a preallocated buffer holds
-            drafts = torch.empty((0, self.max_draft_len), dtype=torch.int32, device=logits.device)
-        elif draft_tokens is None:
-            drafts = torch.empty((generations, 0), dtype=torch.int32, device=logits.device)
-        elif draft_tokens.numel() % generations:
-            raise ConfigError(
-                f"draft_tokens of shape {tuple(draft_tokens.shape)} does not divide over "
-                f"{generations} generation requests: give [G, K] or [G*K]."
-            )
-        else:
-            drafts = draft_tokens.reshape(generations, -1)
+        drafts = rows_of_drafts(draft_tokens, generations, self.max_draft_len, logits.device)
         if drafts.shape[1] > self.max_draft_len:
             raise ConfigError(
                 f"{drafts.shape[1]} draft tokens per request, max_draft_len={self.max_draft_len}."

@@ -59,6 +59,7 @@ class CompletionOutput(NamesAttributes):
     """Per output token: itself first, then the likeliest asked for. None if none were."""
 
     OTHER_ATTRIBUTES: ClassVar[Mapping[str, str]] = {
+        "cumulative_logprob": "the sum of logprobs",
         "length": "len(token_ids)",
         "stop_reason": "finish_reason",
     }
@@ -84,6 +85,8 @@ class RequestOutput(NamesAttributes):
 
     OTHER_ATTRIBUTES: ClassVar[Mapping[str, str]] = {
         "avg_decoded_tokens_per_iter": "spec_stats.acceptance_length",
+        "finish_reason": "outputs[0].finish_reason",
+        "logprobs": "outputs[0].logprobs",
         "meta_info": "outputs and spec_stats",
         "metrics": "spec_stats",
         "num_cached_tokens": "cached_tokens",

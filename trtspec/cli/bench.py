@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ..data.prompts import PROMPT_SETS
 from .engine import check_filters, describe, load_pair, make_sampling_params
-from .errors import EXIT_FAILED, CliError, show_error
+from .errors import EXIT_FAILED, CliError, show_error, show_note
 from .inputs import Prompt, read_prompts, to_inputs
 from .options import (
     EngineOptions,
@@ -114,20 +114,31 @@ def run_bench(
     params = make_sampling_params(sampling)
     check_filters(sampling, [sampling.temperature])
     sets = {"given": list(prompts)} if prompts else _built_in_sets()
+    about: dict[str, Any] = {}
+    results: list[SetResult] = []
     try:
         with redirect_stdout(sys.stderr), Progress() as progress:
             plain, speculative = load_pair(options, progress)
+            about = _about(options, sampling, repeat, speculative)
             measure = Measurement(plain, speculative, params, given.raw, repeat, progress)
-            results = [measure.run(name, items) for name, items in sets.items()]
+            for name, items in sets.items():
+                results.append(measure.run(name, items))
     except BenchFailed as error:
         show_error(str(error))
         return EXIT_FAILED
-    about = _about(options, sampling, repeat, speculative)
+    finally:  # also where a later set failed, or was interrupted
+        if results:
+            _show(about, results, output)
+            if len(results) < len(sets):
+                show_note(f"these are {len(results)} of {len(sets)} prompt sets.")
+    return 0
+
+
+def _show(about: dict[str, Any], results: Sequence[SetResult], output: JsonOptions) -> None:
     if output.is_wanted:
         write_json(output, {**about, "sets": [_set_json(result) for result in results]})
     if not output.as_json:
         _print_report(make_console(), about, results)
-    return 0
 
 
 def _built_in_sets() -> dict[str, list[Prompt]]:

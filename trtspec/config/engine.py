@@ -196,7 +196,8 @@ class EngineConfig:
             For latent attention, and for fewer KV heads than ranks, which all would keep otherwise.
             `KvCacheConfig.max_tokens` is then of each rank.
         backend: "mp" starts those processes on this machine, "ray" on the hosts of a Ray cluster,
-            "torchrun" has started them. None is "torchrun" where torchrun is at work, else "mp".
+            "torchrun" has started them. None, and TensorRT-LLM's "pytorch", is "torchrun" where
+            torchrun is at work, else "mp".
         pipeline_parallel_size: only 1.
         guided_masked_drafts: how many drafts of a step follow the grammar, the first ones.
             The host writes their masks while a drafter's passes run. None is all. No output
@@ -280,6 +281,8 @@ class EngineConfig:
                 "enable_attention_dp is not offered. Leave one of them out."
             )
         check_int("moe_expert_parallel_size", self.moe_expert_parallel_size, 1, MAX_RANKS)
+        if self.backend == "pytorch":  # TensorRT-LLM's name for its runtime of this kind
+            object.__setattr__(self, "backend", None)
         if self.backend not in (*RANK_BACKENDS, None):
             raise ConfigError(
                 f"backend={shown(self.backend)}: it says how ranks are started. Use "

@@ -143,7 +143,8 @@ class RequestBook:
         """Ends one request with finish_reason "error"; the others go on."""
         if request.is_finished:
             return
-        logger.error(FAILED, request.request_id, error)
+        level = logging.INFO if request.has_wrong_grammar else logging.ERROR
+        logger.log(level, FAILED, request.request_id, error)
         request.error = error
         self.finish(request, "error")
 

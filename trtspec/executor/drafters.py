@@ -182,13 +182,12 @@ class MTPLoader(HeadLoader[MTPDecodingConfig]):
         if used > 1 and spec.use_mtp_vanilla is None:
             spec = replace(spec, use_mtp_vanilla=True)
         if used < available:
-            unused = ", ".join(map(str, range(used, available)))
             logger.warning(
-                "Of the checkpoint's %d MTP layers, counted from 0, %s draft nothing. To have each "
-                "of them draft a token: MTPDecodingConfig(num_nextn_predict_layers=%d, "
+                "All drafts come from the first %s of the checkpoint's %d MTP layers. To have each "
+                "draft a token: MTPDecodingConfig(num_nextn_predict_layers=%d, "
                 "use_mtp_vanilla=True). `trtspec doctor` compares that with the first layer alone.",
+                "layer" if used == 1 else f"{used} layers",
                 available,
-                unused,
                 available,
             )
         return spec

@@ -41,9 +41,11 @@ def ask_drafter(
         DrafterError: it raised, or returned something other than at most K ids in the vocabulary.
     """
     name = type(drafter).__name__
-    proposal: Any = None
     try:
-        proposal = drafter.draft(request.request_id, request.token_ids, max_draft_len)
+        proposal: Any = drafter.draft(request.request_id, request.token_ids, max_draft_len)
+    except errors_of_callers() as error:
+        raise DrafterError(f"{name}.draft raised {described(error)}") from error
+    try:
         tokens = [operator.index(token) for token in islice(proposal, max_draft_len + 1)]
     except TypeError as error:
         raise DrafterError(

@@ -153,6 +153,19 @@ class AttentionMetadata:
             return self.packed.indices.shape[0]
         return self.num_context_tokens + self.num_generations * self.rows_per_generation
 
+    def check(self) -> None:
+        """Compares the fields with each other, for a loop of one's own that sets them itself.
+
+        It reads the tensors, so it waits for the device: call it while the loop is developed. A
+        wrong field may only show in bad drafts.
+
+        Raises:
+            ConfigError: what does not fit, with what to set.
+        """
+        from .pass_check import check_pass
+
+        check_pass(self)
+
     def pack(
         self, packed: PackedRows, positions: Tensor, slots: tuple[Tensor, ...]
     ) -> AttentionMetadata:

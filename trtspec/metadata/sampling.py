@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..utils import renamed
 
 GREEDY_TEMPERATURE = 0.0
@@ -109,10 +110,18 @@ def request_sampling_params(request: Any) -> RequestSampling:
     values are lists of one). Greedy means temperature 0 or unset with no filter, or top_k 1.
     Without a seed one is derived from the request's id (`request_id`, `py_request_id`), so that
     requests do not share their noise; without either it is 0.
+
+    Raises:
+        ConfigError: it has neither of the first two.
     """
     params = getattr(request, "sampling_params", None)
     if params is None:
-        params = request.sampling_config
+        params = getattr(request, "sampling_config", None)
+    if params is None:
+        raise ConfigError(
+            f"{type(request).__name__} has neither `sampling_params` nor `sampling_config`: give "
+            "it one, or leave SpecMetadata.allow_advanced_sampling out."
+        )
 
     def value(name: str) -> Any:
         attribute = getattr(params, name, None)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..checks import is_int
 from ..errors import ConfigError
+from ..other_names import NamesFields
 from ..utils import rows_to_tensor, to_device
 from .embeds import RereadEmbeds, RowEmbeds
 from .guided import GuidedStep
@@ -43,7 +44,7 @@ class CapturedHiddenStates:
 
 
 @dataclass
-class SpecMetadata:
+class SpecMetadata(NamesFields):
     """What a worker reads of a step beside logits and attention: TensorRT-LLM's record, and more.
 
     Sizes: B requests, C contexts, G = B - C generations, K draft tokens, R = C + G*(K+1).
@@ -267,8 +268,19 @@ class SpecMetadata:
         if self.sampling is not None or not self.allow_advanced_sampling:
             return self.sampling
         columns = {name: getattr(self, name) for name in SlotSampling._fields}
-        if any(rows is None for name, rows in columns.items() if name != "seeds"):
+        temperatures = self.temperatures
+        if temperatures is None:
+            given = [name for name, rows in columns.items() if rows is not None]
+            if given:
+                raise ConfigError(
+                    f"SpecMetadata has {' and '.join(given)} and no temperatures: set these, too, "
+                    "0 for greedy rows."
+                )
             return None
+        neutral = SlotSampling.neutral(len(temperatures), temperatures.device)._asdict()
+        for name in ("top_ks", "top_ps"):
+            if columns[name] is None:
+                columns[name] = neutral[name]
         num_contexts, num_generations, num_drafts = sizes
         count = sizes.num_rows
         stride = self.max_draft_len + 1  # between the first rows of two generations, as populated
@@ -292,7 +304,12 @@ class SpecMetadata:
             return torch.randint(2**62, (count,), dtype=torch.int64, device=device)
 
         positions = self._next_positions
-        if positions is not None:  # a padded pass has more of them; too few cannot be used
+        if positions is not None:  # a padded pass has more of them
+            if len(positions) < count and self.seeds is not None:
+                raise ConfigError(
+                    f"{len(positions)} positions for {count} rows of logits: seeds need one for "
+                    "each. Give position_ids of all rows of the pass, [T], [1, T] or [3, T]."
+                )
             positions = positions[:count] if len(positions) >= count else None
         if self.positions is not None:
             positions = of_step(self.positions)
@@ -320,8 +337,8 @@ class SpecMetadata:
                 `is_generation` (or TensorRT-LLM's `state`); contexts first.
 
         Raises:
-            ConfigError: more requests than `max_num_requests`, or one with neither `is_generation`
-                nor `state`.
+            ConfigError: more requests than `max_num_requests`, a context behind a generation, or a
+                request with neither `is_generation` nor `state`, or without sampling parameters.
         """
         if not self.allow_advanced_sampling:
             return
@@ -331,8 +348,11 @@ class SpecMetadata:
                 f"{len(requests)} requests in a batch of max_num_requests={self.max_num_requests}."
             )
         rows: list[RequestSampling] = []
-        for request in requests:
-            repeat = 1 + self.max_draft_len if _is_generation(request) else 1
+        are_generations = [_is_generation(request) for request in requests]
+        if sorted(are_generations) != are_generations:
+            raise ConfigError("A context is behind a generation: give the contexts first.")
+        for request, is_generation in zip(requests, are_generations, strict=True):
+            repeat = 1 + self.max_draft_len if is_generation else 1
             rows += [request_sampling_params(request)] * repeat
             params = getattr(request, "sampling_params", None)
             if self.logits_state is None and getattr(params, "shapes_logits", False):
@@ -399,8 +419,10 @@ def _warn_of_shaping() -> None:
 
 def _is_generation(request: Any) -> bool:
     flag = getattr(request, "is_generation", None)
+    if isinstance(flag, bool):
+        return flag
     if flag is not None:
-        return bool(flag)
+        raise ConfigError(f"{type(request).__name__}.is_generation={flag!r}: it must be a bool.")
     state = getattr(request, "state", None)
     name = getattr(state, "name", str(state))
     if state is None:

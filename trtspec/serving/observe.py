@@ -86,7 +86,7 @@ class InThread:
 
 def add_observability(
     app: FastAPI,
-    engine: HasLLM,
+    engine: HasLLM | LLM,
     model_name: str | None = None,
     *,
     plain_step_seconds: Mapping[int, float] | None = None,
@@ -96,13 +96,14 @@ def add_observability(
     Call it before the first request.
 
     Args:
+        engine: an `AsyncLLM`, or an `LLM`.
         model_name: as for `EngineObservation`, like `plain_step_seconds`. None: the directory's.
 
     Returns:
         What is counted.
     """
-    name = model_name or engine.llm.model_dir.name
-    observation = EngineObservation(engine.llm, name, plain_step_seconds or {})
+    llm: LLM = getattr(engine, "llm", engine)  # type: ignore[arg-type]
+    observation = EngineObservation(llm, model_name or llm.model_dir.name, plain_step_seconds or {})
     mount(app, InThread(observation))
     return observation.counts
 

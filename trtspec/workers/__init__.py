@@ -22,6 +22,7 @@ from .plain import PlainWorker, SaveHiddenStatesWorker, UserProvidedWorker
 from .protocols import (
     DraftInputs,
     DraftModel,
+    EndedText,
     GuidedDecoder,
     LanguageModel,
     MaskedDraftModel,
@@ -101,6 +102,7 @@ __all__ = [
     "DraftModel",
     "DraftTargetWorker",
     "Eagle3OneModelWorker",
+    "EndedText",
     "GuidedDecoder",
     "LanguageModel",
     "MTPEagleWorker",

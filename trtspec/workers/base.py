@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..acceptance.draw import DraftSampler
 from ..acceptance.guided import hand_over_accepted, hand_over_drafts, mask_drafts
 from ..acceptance.rule import Drawn
-from ..acceptance.verify import Verification
+from ..acceptance.verify import Verification, rows_of_drafts
 from ..config import DecodingBaseConfig
 from ..distributed.logits import ShardedLogits, gather_logits
 from ..errors import ConfigError
@@ -262,6 +262,11 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     def draft_or_look_up(self, inputs: DraftInputs) -> Tensor:
         """Returns `draft`'s drafts [B, K], or of some requests what was found in texts."""
         drafts = self.draft(inputs)
+        if not isinstance(drafts, Tensor):
+            raise ConfigError(
+                f"{type(self).__name__}.draft returned {type(drafts).__name__}: return drafts "
+                "[B, K] int32."
+            )
         if isinstance(self.lookup, LookupBesideNetwork):
             drafts, is_found = self.lookup.override(inputs, drafts, self.draft_memory)
             if is_found is not None:  # it is verified first
@@ -281,12 +286,16 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         draft_model: DraftModel | LanguageModel | None = None,
     ) -> DraftInputs:
         """Accepts drafts, the first half of `forward`. Returns what drafting starts from."""
+        if not isinstance(spec_metadata, SpecMetadata):
+            given = type(spec_metadata).__name__
+            raise ConfigError(f"spec_metadata is {given}: give a SpecMetadata.")
         num_contexts, batch_size = batch_shape(attn_metadata, spec_metadata)
-        generations, drafts = batch_size - num_contexts, spec_metadata.draft_tokens
-        if drafts is None:
-            drafts = torch.empty((generations, 0), dtype=torch.int32, device=logits.device)
-        # Without generations draft_tokens may hold anything, and K' does not matter.
-        num_drafts = drafts.numel() // generations if generations else self.max_draft_len
+        if not isinstance(logits, Tensor | ShardedLogits):
+            given = type(logits).__name__
+            raise ConfigError(f"logits are {given}: give the target's, [C + G*(K'+1), V].")
+        generations, given_drafts = batch_size - num_contexts, spec_metadata.draft_tokens
+        drafts = rows_of_drafts(given_drafts, generations, self.max_draft_len, logits.device)
+        num_drafts = drafts.shape[1]
         sizes = StepSizes(num_contexts, generations, num_drafts)
         positions = next_positions(position_ids, attn_metadata, spec_metadata)
         self._memory_sizes = spec_metadata.slot_capacity, logits.shape[-1]

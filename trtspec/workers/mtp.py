@@ -70,6 +70,11 @@ class MTPWorker(SpecWorkerBase):
         hidden_size: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> dict[str, Tensor]:
+        if not hidden_size and self.window:
+            raise ConfigError(
+                "MTPWorker keeps hidden states of earlier rows: give "
+                "allocate_state(…, hidden_size=…, dtype=…) those of the target."
+            )
         state = super().allocate_state(num_slots, max_seq_len, device)
         rows, width = num_slots + 1, self.window
         state["window_hidden"] = torch.zeros(rows, width, hidden_size, dtype=dtype, device=device)
