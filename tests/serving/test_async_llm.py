@@ -686,6 +686,30 @@ def test_one_loop_after_another(model_dir: Path, reference: LLM) -> None:
     assert not thread.is_alive()
 
 
+def test_a_stop_token_is_no_text(model_dir: Path, reference: LLM) -> None:
+    """Whether it is drafted, streamed, or in the middle of a step."""
+    whole = reference.generate(PROMPTS[0], greedy(24)).outputs[0]
+    stop = whole.token_ids[-1]
+    count = whole.token_ids.index(stop) + 1
+    text = reference.tokenizer.decode(whole.token_ids[: count - 1])
+    params = greedy(40, stop_token_ids=[stop])
+
+    def check(output: RequestOutput) -> None:
+        found = output.outputs[0]
+        assert found.finish_reason == "stop" and found.token_ids == whole.token_ids[:count]
+        assert found.text == text != whole.text
+
+    check(reference.generate(PROMPTS[0], params))
+    check(list(reference.generate_stream(PROMPTS[0], params))[-1])
+
+    async def test(llm: AsyncLLM) -> None:
+        outputs = [output async for output in llm.generate(PROMPTS[0], params)]
+        check(outputs[-1])
+        assert "".join(output.outputs[0].text_diff for output in outputs) == text
+
+    run(model_dir, test)
+
+
 def test_requests_of_a_closed_loop_end(model_dir: Path, reference: LLM) -> None:
     """Though their stream is still held."""
     want, streams = reference.generate(PROMPTS[0], greedy(20)), []

@@ -87,7 +87,8 @@ class OutputReader:
         request, first = self.request, self.num_seen
         new = request.output_token_ids[first:num_tokens]
         if new:
-            self._stream.extend_with(new)
+            ends = is_finished and self._ends_by(new[-1])
+            self._stream.extend_with(new[:-1] if ends else new)
         text = self._stream.final() if is_finished else self._stream.safe_text()
         piece = Piece(
             text=text[self._seen_text :],
@@ -99,6 +100,13 @@ class OutputReader:
         self.num_seen, self._seen_text = num_tokens, len(text)
         self.is_done = is_finished
         return piece
+
+    def _ends_by(self, token: int) -> bool:
+        """Whether the last token ended the output. As a stop string it is no text then, but where a
+        grammar holds, whose text it is part of."""
+        params = self.request.sampling_params
+        was_stopped = self.request.finish_reason == "stop" and params.guided_decoding is None
+        return was_stopped and token in (params.stop_token_ids or ())
 
     def snapshot(self, piece: Piece, acceptance: Acceptance) -> RequestOutput:
         """Returns the output up to now; `_diff` fields are the piece's, which was taken last."""
