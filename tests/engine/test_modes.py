@@ -334,3 +334,9 @@ def test_configs_are_frozen_and_refuse_unknown_arguments() -> None:
         config.max_draft_len = 3  # type: ignore[misc]
     with pytest.raises(TypeError, match="max_drafts"):
         NGramDecodingConfig(max_drafts=3)  # type: ignore[call-arg]
+
+
+def test_other_names_of_a_draft_model() -> None:
+    assert Mode.PARD is Mode.DRAFT_TARGET_ONE_MODEL is Mode.DRAFT_TARGET
+    assert Mode.from_string("pard") is Mode.DRAFT_TARGET
+    assert "PARD" not in [mode.name for mode in Mode]

@@ -90,7 +90,7 @@ class _Predicates:
 class SpeculativeDecodingMode(_Predicates, IntEnum):
     """Where drafts come from, and what that asks of an engine.
 
-    Members and predicates are TensorRT-LLM's, but for four predicates. Some answers differ
+    Members and predicates are TensorRT-LLM's, but for some predicates. Some answers differ
     (docs/modes.md).
     """
 
@@ -108,6 +108,10 @@ class SpeculativeDecodingMode(_Predicates, IntEnum):
     DFLASH = auto()
     DSPARK = auto()
     SA = auto()
+
+    # TensorRT-LLM's further names of a draft model, whose config says how it drafts.
+    DRAFT_TARGET_ONE_MODEL = DRAFT_TARGET
+    PARD = DRAFT_TARGET
 
     @property
     def traits(self) -> ModeTraits:

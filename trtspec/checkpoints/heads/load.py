@@ -218,13 +218,20 @@ def _check_tensors(report: HeadReport, kind: HeadKind, config: HeadConfig) -> No
 def _tensor_problem(
     name: str, source: TensorSource, placement: Placement, config: HeadConfig
 ) -> str | None:
-    problem = shape_problem(name, source, placement)
-    if source.shape != placement.source_shape and name == "fc.weight" and config.layers_to_capture:
+    layers, width = config.layers_to_capture, config.target_hidden_size
+    if source.shape != placement.source_shape and name == "fc.weight" and layers:
+        count, rest = divmod(source.shape[-1], width)
+        if count and not rest and source.shape[:-1] == placement.source_shape[:-1]:
+            return (
+                f"{name} in {source.path} reads {count} captured layers of width {width}, and "
+                f"{len(layers)} are to be captured: {list(layers)}. Name those of its training, in "
+                "config.json or by eagle3_layers_to_capture or target_layer_ids."
+            )
         return (
-            f"{problem} It is made for {len(config.layers_to_capture)} captured layers of width "
-            f"{config.target_hidden_size}."
+            f"{shape_problem(name, source, placement)} It is made for {len(layers)} captured "
+            f"layers of width {width}."
         )
-    return problem or not_finite(source)
+    return shape_problem(name, source, placement) or not_finite(source)
 
 
 def _placements_with_offsets(head: DraftHead) -> dict[str, Placement]:
