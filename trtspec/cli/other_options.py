@@ -99,7 +99,6 @@ DRAFTERS: Mapping[str, str] = {
     "draft_model": "draft_target",
     "eagle": "eagle3",
     "nextn": "mtp_eagle",
-    "pard": "draft_target",
     "standalone": "draft_target",
     "suffix": "sa",
 }
