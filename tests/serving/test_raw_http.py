@@ -71,6 +71,7 @@ def refused(reply: httpx.Response, status: int, param: str | None = None) -> str
     error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert param is None or error["param"] == param, error
+    assert "Params." not in error["message"], "a class that the client does not know"
     return error["message"]
 
 

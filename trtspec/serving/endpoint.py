@@ -16,7 +16,7 @@ from ..frontend.output_stream import OutputStream
 from ..frontend.outputs import Piece
 from .answers import Json, dumped, event_of
 from .config import ServerConfig
-from .errors import ApiError, of_library, refused
+from .errors import ApiError, in_fields, of_library, refused
 from .protocol import GenerationRequest, StreamOptions
 from .sampling import grammar_field
 from .streams import DONE
@@ -142,7 +142,7 @@ class Answer(ABC):
             return ApiError(503, "The request was cancelled: the server ends.", code="cancelled")
         message = request.error or "The request failed."
         if request.has_wrong_grammar:
-            return ApiError(400, message, param=self._grammar_field)
+            return ApiError(400, in_fields(message), param=self._grammar_field)
         return ApiError(500, message)
 
     # -- what it cost ----------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def of_library(error: TrtspecError, prompt_field: str | None = None) -> ApiError
     Args:
         prompt_field: the request's field that holds the prompt.
     """
-    message = str(error)
+    message = in_fields(str(error))
     if isinstance(error, QueueFullError):
         return ApiError(429, message, code="queue_full")
     if isinstance(error, EngineError):
@@ -86,10 +86,20 @@ def of_library(error: TrtspecError, prompt_field: str | None = None) -> ApiError
         return ApiError(
             400,
             message,
-            param=_param_of(message, prompt_field),
+            param=_param_of(str(error), prompt_field),
             code="context_length_exceeded" if is_long else None,
         )
     return ApiError(500, message)
+
+
+def in_fields(message: str) -> str:
+    """Returns a message of the library that names a field of its classes by the request's field."""
+    field = _FIELD.match(message)
+    if field is None:
+        return message
+    name = f"{field[1]!r}" if message.startswith("SamplingParams") else f"The grammar ({field[1]})"
+    rest = message[field.end() :]
+    return f"{name} is {rest[1:]}" if rest.startswith("=") else f"{name}{rest}"
 
 
 def _param_of(message: str, prompt_field: str | None) -> str | None:

@@ -8,7 +8,7 @@ from ..api.guided_decoding import GuidedDecodingParams
 from ..api.sampling_params import MAX_SEED, MAX_TOKENS, SamplingParams
 from ..errors import RequestError, shown
 from .config import ServerConfig
-from .errors import ApiError, of_library, refused
+from .errors import ApiError, in_fields, of_library, refused
 from .other_fields import refusal
 from .protocol import ChatRequest, GenerationRequest, ResponseFormat
 
@@ -95,6 +95,8 @@ def _check_limits(
     ):
         if count > most:
             raise refused(name, f"{name!r} asks for {count}: this server allows {most}.")
+    if request.n < 1:
+        raise refused("n", f"'n' is {request.n}: it must be in 1 … {config.max_n}.")
     if logprobs is not None and logprobs < 0:
         raise refused(alternatives, f"{alternatives!r} is {logprobs}: it must be >= 0.")
     longest = max(map(len, stop), default=0)
@@ -171,7 +173,7 @@ def _guided(
     try:
         return GuidedDecodingParams(**given, reasoning_end=reasoning_end)
     except RequestError as error:
-        raise ApiError(400, str(error), param=name) from None
+        raise ApiError(400, in_fields(str(error)), param=name) from None
 
 
 def _of_format(form: ResponseFormat) -> dict[str, Any]:
