@@ -49,6 +49,15 @@ if TYPE_CHECKING:
     from .llm import LLM as LLM
     from .metadata.mode import SpeculativeDecodingMode as SpeculativeDecodingMode
     from .metadata.spec import SpecMetadata as SpecMetadata
+    from .workers import DFlashWorker as DFlashWorker
+    from .workers import DraftTargetWorker as DraftTargetWorker
+    from .workers import Eagle3OneModelWorker as Eagle3OneModelWorker
+    from .workers import MTPEagleWorker as MTPEagleWorker
+    from .workers import MTPWorker as MTPWorker
+    from .workers import NGramWorker as NGramWorker
+    from .workers import SAWorker as SAWorker
+    from .workers import SpecWorkerBase as SpecWorkerBase
+    from .workers import create_worker as create_worker
 
 __version__ = "0.1.0"
 
@@ -93,5 +102,16 @@ __getattr__, __dir__, __all__ = lazy_names(
         "llm": ("LLM",),
         "metadata.mode": ("SpeculativeDecodingMode",),
         "metadata.spec": ("SpecMetadata",),
+        "workers": (
+            "DFlashWorker",
+            "DraftTargetWorker",
+            "Eagle3OneModelWorker",
+            "MTPEagleWorker",
+            "MTPWorker",
+            "NGramWorker",
+            "SAWorker",
+            "SpecWorkerBase",
+            "create_worker",
+        ),
     },
 )

@@ -57,6 +57,8 @@ def test_what_is_right() -> None:
     assert step()["new_tokens"].tolist() == [[5, 5, 5], [9, 9, 9]]
     flat = step(draft_tokens=torch.tensor([5, 5, 9, 9], dtype=torch.int32))
     assert flat["new_tokens_lens"].tolist() == [3, 3]
+    batched = step(input_ids=torch.arange(6)[None], position_ids=torch.arange(6)[None])
+    assert batched["new_tokens_lens"].tolist() == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,7 @@ def test_what_is_right() -> None:
         ({"draft_tokens": torch.ones(2, K)}, r"draft_tokens are torch.float32: give int32 or"),
         ({"draft_tokens": torch.ones(2, K, dtype=torch.bool)}, "draft_tokens are torch.bool"),
         ({"draft_tokens": [[5, 5], [9, 9]]}, "draft_tokens is a list: give a tensor"),
+        ({"input_ids": torch.ones(2, 3, dtype=torch.int64)}, r"input_ids are of shape \(2, 3\)"),
         ({"position_ids": None}, "position_ids are NoneType: give a tensor"),
         ({"position_ids": torch.arange(6)[:, None]}, r"position_ids are of shape \(6, 1\): give"),
         ({"logits": None}, "logits are NoneType: give the target's"),

@@ -232,7 +232,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         """Verifies, accepts and drafts.
 
         Args:
-            input_ids: [T], as the target read them.
+            input_ids: [T] or [1, T], as the target read them.
             position_ids: the same: [T], or [1, T], or [3, T] whose first axis counts.
             hidden_states: [T, D] of the target after its final norm, for drafters that use them.
                 Captured layers are in `spec_metadata.captured`.
@@ -312,6 +312,11 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             self._guided.accepted = accepted, lens
             if self.drafts_with_network:
                 hand_over_accepted(self._guided, has_pass=True)
+        if isinstance(input_ids, Tensor) and input_ids.dim() != 1:
+            if input_ids.dim() != 2 or input_ids.shape[0] != 1:
+                shape = tuple(input_ids.shape)
+                raise ConfigError(f"input_ids are of shape {shape}: give [T] or [1, T].")
+            input_ids = input_ids[0]
         return DraftInputs(
             input_ids=input_ids,
             position_ids=first_axis(position_ids),

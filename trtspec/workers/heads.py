@@ -93,6 +93,9 @@ def draft_network(inputs: DraftInputs) -> tuple[DraftModel | LanguageModel, Atte
             f"keys and values. Given are {type(model).__name__} and {type(meta).__name__}: pass a "
             "network and an AttentionMetadata to the worker."
         )
+    if not isinstance(inputs.input_ids, Tensor):
+        given = type(inputs.input_ids).__name__
+        raise ConfigError(f"input_ids is {given}: give the ids that the target read, [T].")
     return model, meta
 
 
