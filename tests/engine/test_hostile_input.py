@@ -74,7 +74,7 @@ def greedy(llm: LLM, **params: Any) -> list[int]:
     "fields",
     [
         {"max_tokens": 2**63 - 1, "min_tokens": 2**63 - 1},
-        {"max_tokens": 2**63 - 1, "min_tokens": 2**63 - 1, "stop_token_ids": [96]},
+        {"max_tokens": 2**63 - 1, "min_tokens": 2**63 - 1, "stop_token_ids": [HUGE]},
         {"temperature": 1e-320, "top_p": 1e-320, "min_p": 1e-320, "seed": 2**63 - 1},
         {"temperature": 1e-40, "top_k": 2**31 - 1, "presence_penalty": 1e-320},
         {"repetition_penalty": 100, "temperature": 1e4, "frequency_penalty": -2},

@@ -154,8 +154,6 @@ def test_an_llm_that_is_copied_or_shut_down(tmp_path: Path) -> None:
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="make another, not a copy"):
             copied(llm)
-    with pytest.raises(RequestError, match=r"stop_token_ids has token 97: ids must be in 0 … 96"):
-        llm.generate([3, 4, 5], SamplingParams(stop_token_ids=[97]))
     llm.shutdown()
     with pytest.raises(RequestError, match="shut down"), llm:
         pass

@@ -91,7 +91,6 @@ class Admission:
         for name, ids in (
             ("logit_bias", [token for token, _ in params.logit_bias_items]),
             ("bad_token_ids", params.bad_token_ids or ()),
-            ("stop_token_ids", params.stop_token_ids or ()),
             ("bad_words", [int(token) for word in words for token in word]),
         ):
             largest = max(ids, default=0)

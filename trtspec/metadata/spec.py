@@ -267,20 +267,9 @@ class SpecMetadata(NamesFields):
         """Returns the sampling parameters of a step's rows. What is missing is drawn anew."""
         if self.sampling is not None or not self.allow_advanced_sampling:
             return self.sampling
-        columns = {name: getattr(self, name) for name in SlotSampling._fields}
-        temperatures = self.temperatures
-        if temperatures is None:
-            given = [name for name, rows in columns.items() if rows is not None]
-            if given:
-                raise ConfigError(
-                    f"SpecMetadata has {' and '.join(given)} and no temperatures: set these, too, "
-                    "0 for greedy rows."
-                )
+        columns = self._columns()
+        if columns is None:
             return None
-        neutral = SlotSampling.neutral(len(temperatures), temperatures.device)._asdict()
-        for name in ("top_ks", "top_ps"):
-            if columns[name] is None:
-                columns[name] = neutral[name]
         num_contexts, num_generations, num_drafts = sizes
         count = sizes.num_rows
         stride = self.max_draft_len + 1  # between the first rows of two generations, as populated
@@ -317,6 +306,28 @@ class SpecMetadata(NamesFields):
             name: drawn() if rows is None else of_step(rows) for name, rows in columns.items()
         }
         return SamplingMetadata(**step_rows, positions=drawn() if positions is None else positions)
+
+    def _columns(self) -> dict[str, Any] | None:
+        """Returns the rows that a loop set, filters that it left out as off; None: all is greedy.
+
+        Raises:
+            ConfigError: there are filters or seeds, and no temperatures.
+        """
+        columns = {name: getattr(self, name) for name in SlotSampling._fields}
+        temperatures = self.temperatures
+        if temperatures is None:
+            given = [name for name, rows in columns.items() if rows is not None]
+            if given:
+                raise ConfigError(
+                    f"SpecMetadata has {' and '.join(given)} and no temperatures: set these, too, "
+                    "0 for greedy rows."
+                )
+            return None
+        missing = [name for name in ("top_ks", "top_ps") if columns[name] is None]
+        if missing:
+            neutral = SlotSampling.neutral(len(temperatures), temperatures.device)._asdict()
+            columns |= {name: neutral[name] for name in missing}
+        return columns
 
     def populate_sampling_params_for_one_model(self, requests: Iterable[Any]) -> None:
         """Writes one row of sampling parameters per logits row, in batch order.

@@ -45,6 +45,25 @@ from .texts import SlotTexts
 logger = logging.getLogger(__name__)
 
 
+def _checked_inputs(input_ids: Any, logits: Any, spec_metadata: Any) -> Any:
+    """Returns the ids as [T]; None stays None, for a drafter that does not read them.
+
+    Raises:
+        ConfigError: an argument is of another kind.
+    """
+    if not isinstance(spec_metadata, SpecMetadata):
+        given = type(spec_metadata).__name__
+        raise ConfigError(f"spec_metadata is {given}: give a SpecMetadata.")
+    if not isinstance(logits, Tensor | ShardedLogits):
+        given = type(logits).__name__
+        raise ConfigError(f"logits are {given}: give the target's, [C + G*(K'+1), V].")
+    if not isinstance(input_ids, Tensor) or input_ids.dim() == 1:
+        return input_ids
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1:
+        raise ConfigError(f"input_ids are of shape {tuple(input_ids.shape)}: give [T] or [1, T].")
+    return input_ids[0]
+
+
 class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     """Verifies drafts and proposes new ones inside the target's step.
 
@@ -286,13 +305,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         draft_model: DraftModel | LanguageModel | None = None,
     ) -> DraftInputs:
         """Accepts drafts, the first half of `forward`. Returns what drafting starts from."""
-        if not isinstance(spec_metadata, SpecMetadata):
-            given = type(spec_metadata).__name__
-            raise ConfigError(f"spec_metadata is {given}: give a SpecMetadata.")
+        input_ids = _checked_inputs(input_ids, logits, spec_metadata)
         num_contexts, batch_size = batch_shape(attn_metadata, spec_metadata)
-        if not isinstance(logits, Tensor | ShardedLogits):
-            given = type(logits).__name__
-            raise ConfigError(f"logits are {given}: give the target's, [C + G*(K'+1), V].")
         generations, given_drafts = batch_size - num_contexts, spec_metadata.draft_tokens
         drafts = rows_of_drafts(given_drafts, generations, self.max_draft_len, logits.device)
         num_drafts = drafts.shape[1]
@@ -312,11 +326,6 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             self._guided.accepted = accepted, lens
             if self.drafts_with_network:
                 hand_over_accepted(self._guided, has_pass=True)
-        if isinstance(input_ids, Tensor) and input_ids.dim() != 1:
-            if input_ids.dim() != 2 or input_ids.shape[0] != 1:
-                shape = tuple(input_ids.shape)
-                raise ConfigError(f"input_ids are of shape {shape}: give [T] or [1, T].")
-            input_ids = input_ids[0]
         return DraftInputs(
             input_ids=input_ids,
             position_ids=first_axis(position_ids),
