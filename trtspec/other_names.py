@@ -206,6 +206,9 @@ class NamesFields:
 
     def __new__(cls, *_: Any, **given: Any) -> Any:
         known: Mapping[str, Field[Any]] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        maker = next(base for base in cls.__mro__ if "__init__" in vars(base))
+        if "__dataclass_fields__" not in vars(maker):
+            given = {}  # a subclass that takes arguments of its own
         for name in given:
             if name not in known or not known[name].init:
                 taken = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
@@ -215,7 +218,11 @@ class NamesFields:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            use = advice(name, [field.name for field in fields(type(self))])
+            if isinstance(found := getattr(type(self), name, None), property):
+                return found.fget(self)  # raises what it raised before
+            use = None
+            if name in OURS:
+                use = advice(name, [field.name for field in fields(type(self))])
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(text if use is None else f"{text}: {use}", name=name, obj=self)
 

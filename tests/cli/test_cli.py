@@ -964,7 +964,7 @@ def test_our_names_for_options_of_others_exist():
     }
 
 
-@pytest.mark.parametrize("name", ["suffix", "NEXTN", "draft-model", "eagle"])
+@pytest.mark.parametrize("name", ["suffix", "NEXTN", "draft-model", "pard", "eagle"])
 def test_a_word_of_others_for_a_drafter_names_ours(name):
     ours = DRAFTERS[name.lower().replace("-", "_")]
     with pytest.raises(CliError, match=rf"'{name}' is unknown: .*\. Here it is {ours}\.$"):

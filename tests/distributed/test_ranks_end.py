@@ -131,11 +131,11 @@ def test_a_failed_build_gives_back_what_others_may_want(
         monkeypatch.setattr(world, "_release", lambda: None)
         monkeypatch.setattr(world, "close", lambda: closed.append(world))
         with pytest.raises(ConfigError, match="max_num_tokens"):
-            two_ranks(model, max_num_tokens=0)
+            two_ranks(model, max_num_tokens=1)
         assert not closed
     assert closed == [world]  # with its last engine
     with pytest.raises(ConfigError, match="max_num_tokens"):
-        two_ranks(model, max_num_tokens=0)
+        two_ranks(model, max_num_tokens=1)
     assert closed == [world, world]
 
 

@@ -81,6 +81,9 @@ MISTAKES: dict[str, tuple[Callable[[AttentionMetadata], dict[str, Any]], str]] =
         r"slot_mappings\[0\]\[0\]=17: by its block table and position it is 16",
     ),
     "limit": (lambda m: {"max_seq_len": 4}, r"position_ids\[4\]=4 with max_seq_len=4: rows from"),
+    "list": (lambda m: {"context_lens": [7]}, r"context_lens=\[7\]: give a tuple of ints"),
+    "starts": (lambda m: {"context_starts": (0, 0)}, r"context_starts=\(0, 0\) has 2 for 1"),
+    "no bound": (lambda m: {"max_kv_len": None}, "max_kv_len=None: give an int"),
     "none": (lambda m: {"slot_mappings": ()}, r"slot_mappings: give a tuple of 1"),
 }
 
@@ -92,3 +95,15 @@ def test_mistakes_are_named(tmp_path: Path, passes: list[AttentionMetadata], nam
     change, message = MISTAKES[name]
     with pytest.raises(ConfigError, match=message):
         replace(passes[0], **change(passes[0])).check()
+
+
+def test_blocks_of_two_requests(tmp_path: Path, passes: list[AttentionMetadata]) -> None:
+    llm = cpu_engine(tiny_model_dir(tmp_path), None)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    llm.generate([[5, 9, 33], [7, 60, 2]], params)
+    meta = next(meta for meta in passes if meta.num_generations == 2)
+    tables, slots = meta.block_tables[0].clone(), meta.slot_mappings[0].clone()
+    tables[1], slots[1] = tables[0], slots[0]
+    with pytest.raises(ConfigError, match=r"for requests 0 and 1: block \d+ is in both tables"):
+        replace(meta, block_tables=(tables,), slot_mappings=(slots,)).check()
+    replace(meta, kv_groups=(), block_tables=(), slot_mappings=()).check()

@@ -59,6 +59,10 @@ def test_what_is_right() -> None:
     assert flat["new_tokens_lens"].tolist() == [3, 3]
     batched = step(input_ids=torch.arange(6)[None], position_ids=torch.arange(6)[None])
     assert batched["new_tokens_lens"].tolist() == [3, 3]
+    rotary = step(position_ids=torch.arange(6).expand(3, 1, 6))  # TensorRT-LLM's with M-RoPE
+    assert rotary["new_tokens_lens"].tolist() == [3, 3]
+    small = step(draft_tokens=torch.tensor([[5, 5], [9, 9]], dtype=torch.int16))
+    assert small["new_tokens_lens"].tolist() == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -66,14 +70,14 @@ def test_what_is_right() -> None:
     [
         ({"draft_tokens": torch.tensor([[5, 9, 5, 9]]).reshape(4, 1)}, r"shape \(4, 1\) are not"),
         ({"draft_tokens": torch.tensor([[5], [9], [5]])}, r"shape \(3, 1\) are not those of 2"),
-        ({"draft_tokens": torch.ones(2, K)}, r"draft_tokens are torch.float32: give int32 or"),
+        ({"draft_tokens": torch.ones(2, K)}, r"draft_tokens are torch.float32: give token ids"),
         ({"draft_tokens": torch.ones(2, K, dtype=torch.bool)}, "draft_tokens are torch.bool"),
         ({"draft_tokens": [[5, 5], [9, 9]]}, "draft_tokens is a list: give a tensor"),
         ({"input_ids": torch.ones(2, 3, dtype=torch.int64)}, r"input_ids are of shape \(2, 3\)"),
-        ({"position_ids": None}, "position_ids are NoneType: give a tensor"),
+        ({"position_ids": None}, "position_ids are None: give a tensor"),
         ({"position_ids": torch.arange(6)[:, None]}, r"position_ids are of shape \(6, 1\): give"),
-        ({"logits": None}, "logits are NoneType: give the target's"),
-        ({"spec_metadata": None}, "spec_metadata is NoneType: give a SpecMetadata"),
+        ({"logits": None}, "logits are None: give the target's"),
+        ({"spec_metadata": None}, "spec_metadata is None: give a SpecMetadata"),
     ],
 )
 def test_inputs_of_another_kind(fields: dict[str, Any], message: str) -> None:
@@ -98,7 +102,7 @@ def test_filters_that_are_left_out_are_off(name: str) -> None:
 
 
 def test_filters_without_temperatures_are_refused() -> None:
-    with pytest.raises(ConfigError, match="has top_ks and no temperatures"):
+    with pytest.raises(ConfigError, match="has top_ks, but no temperatures"):
         sampled(temperatures=None, top_ks=torch.ones(6, dtype=torch.int32))
 
 
@@ -107,13 +111,15 @@ def test_seeds_need_positions() -> None:
     assert len(set(sampled(seeds=seeds))) == 1
     with pytest.raises(ConfigError, match="2 positions for 6 rows of logits"):
         sampled(seeds=seeds, position_ids=torch.arange(2), gather_ids=None)
+    known = {"positions": torch.arange(6), "position_ids": torch.arange(2)}
+    assert len(set(sampled(seeds=seeds, **known))) == 1
 
 
 @pytest.mark.parametrize(
     ("flags", "params", "message"),
     [
         ((True, False), SamplingParams(), "A context is behind a generation"),
-        ((False, "no"), SamplingParams(), "is_generation='no': it must be a bool"),
+        ((False, "no"), SamplingParams(), "is_generation='no': it must be True or False"),
         ((False,), None, "neither `sampling_params` nor"),
     ],
 )
@@ -145,6 +151,20 @@ def test_names_of_other_engines() -> None:
         _ = NGramDecodingConfig().num_speculative_tokens  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"use guided_decoding=GuidedDecodingParams\(json=…\)"):
         SamplingParams(guided_json={})  # type: ignore[call-arg]
+
+    class Mine(SpecMetadata):
+        def __init__(self, *, loop: str, **named: Any):
+            super().__init__(**named)
+            self.loop = loop
+
+        @property
+        def broken(self) -> int:
+            return self.loop.size  # type: ignore[attr-defined]
+
+    mine = Mine(loop="a", **sizes)
+    assert mine.loop == "a"
+    with pytest.raises(AttributeError, match="'str' object has no attribute 'size'"):
+        _ = mine.broken
     config = NGramDecodingConfig(max_draft_len=3)
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
 

@@ -324,6 +324,7 @@ TENSORS: list[tuple[Callable[[Tensors], object], str]] = [
      "holds both .*two heads are mixed. Copy one"),
     (_put(f"{Q}bias", torch.ones(48)), "attention_bias=False, but .*holds q_proj.bias. Set it to"),
     (_put("fc.weight", torch.ones(48, 96)), r"reads 2 captured layers .* 3 are to be captured"),
+    (_put("fc.weight", torch.tensor(1.0)), r"fc.weight .* has shape \[\]"),
     (_put("fc.weight", torch.ones(40, 144)), r"\[40, 144\].*Check hidden_size"),
     (_put("norm.weight", torch.ones(48, dtype=torch.int32)), "dtype I32; allowed"),
     (_put(f"{Q}weight", torch.ones(48, 96, dtype=torch.int8)), "dtype I8; .*unquantised"),

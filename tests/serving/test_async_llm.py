@@ -766,12 +766,25 @@ def test_a_time_limit_in_one_loop_after_another() -> None:
         gate.clear()
         held = [asyncio.create_task(limit.run(gate.wait)) for _ in range(MAX_THREADS)]
         await asyncio.sleep(0.1)
+        limit.seconds = 0.05
         with pytest.raises(EngineError, match="all threads for it are taken"):
-            await limit._take_thread(0.0)
+            await limit.run(gate.wait)
+        limit.seconds = 5.0
         gate.set()
         assert await asyncio.gather(*held) == [True] * MAX_THREADS
 
     asyncio.run(full())
+    limit.seconds = 1.0
+
+    async def client(number: int) -> None:
+        for _ in range(4):  # others never overtake it: it waits for 64 runs of 10 ms at most
+            await limit.run(lambda: time.sleep(0.01))
+
+    async def busy() -> None:
+        await asyncio.gather(*map(client, range(64)))
+
+    asyncio.run(busy())
+    assert limit._num_free == MAX_THREADS and not limit._waiting
 
 
 @pytest.mark.slow

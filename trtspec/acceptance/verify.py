@@ -52,8 +52,9 @@ def rows_of_drafts(
     if not isinstance(draft_tokens, Tensor):
         given = type(draft_tokens).__name__
         raise ConfigError(f"draft_tokens is a {given}: give a tensor [G, K] or [G*K] of token ids.")
-    if draft_tokens.dtype not in (torch.int32, torch.int64) and draft_tokens.numel():
-        raise ConfigError(f"draft_tokens are {draft_tokens.dtype}: give int32 or int64 token ids.")
+    dtype = draft_tokens.dtype
+    if draft_tokens.numel() and (dtype.is_floating_point or dtype == torch.bool):
+        raise ConfigError(f"draft_tokens are {dtype}: give token ids, in int32 or int64.")
     shape = tuple(draft_tokens.shape)
     is_whole = len(shape) == 1 and shape[0] % generations == 0
     if not is_whole and not (len(shape) == 2 and shape[0] == generations):

@@ -128,7 +128,7 @@ def run_bench(
         return EXIT_FAILED
     finally:  # also where a later set failed, or was interrupted
         if results:
-            _show(about, results, output)
+            _show({**about, "num_sets": len(sets)}, results, output)
             if len(results) < len(sets):
                 show_note(f"these are {len(results)} of {len(sets)} prompt sets.")
     return 0

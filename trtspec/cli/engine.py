@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,13 +25,13 @@ def parse_mode(name: str) -> SpeculativeDecodingMode:
     """Returns the mode of `--speculative`. Raises CliError for an unknown name."""
     from ..metadata.mode import SpeculativeDecodingMode
 
-    try:
-        return SpeculativeDecodingMode.from_string(name)
-    except ConfigError:
-        names = ", ".join(SPECULATIVE_NAMES)
-        ours = DRAFTERS.get(name.lower().replace("-", "_"))
-        here = "" if ours is None else f" Here it is {ours}."
-        raise CliError(f"--speculative {name!r} is unknown: give one of {names}.{here}") from None
+    ours = DRAFTERS.get(name.lower().replace("-", "_"))
+    if ours is None:
+        with suppress(ConfigError):
+            return SpeculativeDecodingMode.from_string(name)
+    names = ", ".join(SPECULATIVE_NAMES)
+    here = "" if ours is None else f" Here it is {ours}."
+    raise CliError(f"--speculative {name!r} is unknown: give one of {names}.{here}")
 
 
 def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBaseConfig | None:

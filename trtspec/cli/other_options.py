@@ -99,6 +99,7 @@ DRAFTERS: Mapping[str, str] = {
     "draft_model": "draft_target",
     "eagle": "eagle3",
     "nextn": "mtp_eagle",
+    "pard": "draft_target",
     "standalone": "draft_target",
     "suffix": "sa",
 }

@@ -71,6 +71,8 @@ class Guide:
     def compiled(self, waits: bool) -> Iterable[tuple[Request, str | None]]:
         """Yields requests whose grammar is compiled, and why it failed if it did.
 
+        Sets `has_wrong_grammar` where the grammar is to blame.
+
         Args:
             waits: there is nothing else to do.
         """
@@ -87,8 +89,10 @@ class Guide:
                 if compilation.seconds < COMPILE_SECONDS:
                     continue
                 compilation.give_up()
+                request.has_wrong_grammar = True
                 error = f"its grammar took more than {COMPILE_SECONDS:.0f} s to compile"
             elif (raised := future.exception()) is not None:
+                request.has_wrong_grammar = isinstance(raised, RequestError)
                 error = str(raised)
             else:
                 request.grammar = future.result()

@@ -190,6 +190,7 @@ class GuidedBatch:
                 failed.append(row)
             now = time.monotonic()
             if now - began > MASK_SECONDS:
+                row.request.has_wrong_grammar = True
                 self._end(
                     row,
                     f"its grammar took {now - began:.1f} s for the masks of a step, while others "

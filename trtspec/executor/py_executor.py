@@ -442,7 +442,6 @@ class PyExecutor:
         is_idle = not (self.scheduler.waiting or self.scheduler.running or self._pending)
         for request, error in self.guide.compiled(waits=is_idle):
             if error is not None:
-                request.has_wrong_grammar = True
                 self.book.fail(request, error)
             else:
                 self.book.release(request)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import EngineError, RequestError
 
 T = TypeVar("T")
 MAX_THREADS = 8
-POLL_SECONDS = 0.02
-"""Between looks for a free thread. Those that wait may be of several event loops."""
 
 
 class _TimeIsUp(BaseException):
     """Raised inside the thread, so that a template cannot catch it."""
+
+
+class _Waiter(NamedTuple):
+    loop: asyncio.AbstractEventLoop
+    granted: asyncio.Future[None]
 
 
 class TimeLimit:
@@ -35,7 +39,8 @@ class TimeLimit:
 
     def __init__(self, what: str, seconds: float):
         self.what, self.seconds = what, seconds
-        self._free = threading.Semaphore(MAX_THREADS)
+        self._gate, self._num_free = threading.Lock(), MAX_THREADS
+        self._waiting: deque[_Waiter] = deque()
 
     async def run(self, function: Callable[[], T]) -> T:
         """Returns what the function returns; raises what it raises.
@@ -45,7 +50,7 @@ class TimeLimit:
             EngineError: all threads are taken by others that do not end.
         """
         loop = asyncio.get_running_loop()
-        await self._take_thread(loop.time() + self.seconds)
+        await self._take_thread()
         future: asyncio.Future[Any] = loop.create_future()
         lock, is_over = threading.Lock(), [False]
 
@@ -70,7 +75,7 @@ class TimeLimit:
                 error = RequestError(f"{self.what} took too long.")
             except Exception as raised:  # noqa: BLE001 - it is the caller's
                 error = raised
-            self._free.release()
+            self._give_thread_back()
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(finish, result, error)
 
@@ -78,7 +83,7 @@ class TimeLimit:
         try:
             thread.start()
         except RuntimeError:
-            self._free.release()
+            self._give_thread_back()
             raise
         try:
             return await asyncio.wait_for(asyncio.shield(future), self.seconds)
@@ -93,12 +98,45 @@ class TimeLimit:
                     if not is_over[0] and thread.ident is not None:
                         _raise_in(thread.ident)
 
-    async def _take_thread(self, until: float) -> None:
-        """Waits for a free thread, up to a time of the event loop."""
-        while not self._free.acquire(blocking=False):
-            if asyncio.get_running_loop().time() >= until:
-                raise EngineError(f"{self.what}: all threads for it are taken.")
-            await asyncio.sleep(POLL_SECONDS)
+    async def _take_thread(self) -> None:
+        """Waits for a free thread: who came first gets it first."""
+        loop = asyncio.get_running_loop()
+        with self._gate:
+            if self._num_free:
+                self._num_free -= 1
+                return
+            waiter = _Waiter(loop, loop.create_future())
+            self._waiting.append(waiter)
+        try:
+            await asyncio.wait_for(asyncio.shield(waiter.granted), self.seconds)
+        except BaseException as error:
+            with self._gate, suppress(ValueError):  # it was granted meanwhile
+                self._waiting.remove(waiter)
+            if waiter.granted.done():
+                self._give_thread_back()
+            else:
+                waiter.granted.cancel()
+            if isinstance(error, TimeoutError):
+                raise EngineError(f"{self.what}: all threads for it are taken.") from None
+            raise
+
+    def _give_thread_back(self) -> None:
+        """Grants it to the one that has waited longest. Any thread may call it."""
+        while True:
+            with self._gate:
+                if not self._waiting:
+                    self._num_free += 1
+                    return
+                loop, granted = self._waiting.popleft()
+            with suppress(RuntimeError):  # the waiter's loop is closed
+                loop.call_soon_threadsafe(self._grant, granted)
+                return
+
+    def _grant(self, granted: asyncio.Future[None]) -> None:
+        if granted.done():  # it waits no more
+            self._give_thread_back()
+        else:
+            granted.set_result(None)
 
 
 def _raise_in(ident: int) -> None:

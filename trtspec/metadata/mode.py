@@ -90,8 +90,8 @@ class _Predicates:
 class SpeculativeDecodingMode(_Predicates, IntEnum):
     """Where drafts come from, and what that asks of an engine.
 
-    Members and predicates are TensorRT-LLM's, but for some predicates. Some answers differ
-    (docs/modes.md).
+    Members and predicates are TensorRT-LLM's. docs/modes.md has those that are missing or ours
+    alone, and the answers that differ.
     """
 
     MTP = auto()

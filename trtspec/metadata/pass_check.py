@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import is_int
 from ..errors import ConfigError
 from .attention import NUM_RESERVED_BLOCKS, AttentionMetadata
 
@@ -15,6 +16,7 @@ def check_pass(meta: AttentionMetadata) -> None:
     """As `AttentionMetadata.check`."""
     if meta.packed is not None or meta.last_context_rows is not None:
         raise ConfigError("A packed or padded pass is the executor's: check the one before.")
+    _check_host_data(meta)
     num_seqs, rows = meta.num_seqs, meta.num_tokens
     _check("position_ids", meta.position_ids, torch.int64, (rows,), "one for each row")
     _check("kv_lens", meta.kv_lens, torch.int32, (num_seqs,), "one for each request")
@@ -28,6 +30,8 @@ def check_pass(meta: AttentionMetadata) -> None:
                 _check(f"{name}[{group}]", value, torch.int64, (rows,), "one for each row")
             else:
                 _check(f"{name}[{group}]", value, torch.int32, (num_seqs, None), "a row a request")
+    if not groups:
+        return
     counts = meta.context_lens + (meta.rows_per_generation,) * meta.num_generations
     requests = torch.arange(num_seqs).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
     positions = meta.position_ids.cpu()
@@ -39,6 +43,21 @@ def check_pass(meta: AttentionMetadata) -> None:
     for group in range(groups):
         _check_blocks(meta, group, inside)
         _check_slots(meta, group, inside)
+
+
+def _check_host_data(meta: AttentionMetadata) -> None:
+    for name in ("context_lens", "context_starts"):
+        value = getattr(meta, name)
+        if not isinstance(value, tuple) or not all(is_int(n, 0) for n in value):
+            raise ConfigError(f"{name}={value!r}: give a tuple of ints, one for each context.")
+    if len(meta.context_starts) not in (0, meta.num_contexts):
+        raise ConfigError(
+            f"context_starts={meta.context_starts} has {len(meta.context_starts)} for "
+            f"{meta.num_contexts} contexts: give one for each, or () for 0 everywhere."
+        )
+    for name in ("num_generations", "rows_per_generation", "max_kv_len", "max_seq_len"):
+        if not is_int(getattr(meta, name), 0):
+            raise ConfigError(f"{name}={getattr(meta, name)!r}: give an int >= 0.")
 
 
 class _Rows(NamedTuple):
@@ -115,6 +134,15 @@ def _check_slots(meta: AttentionMetadata, group: int, rows: _Rows) -> None:
         raise ConfigError(
             f"slot_mappings[{group}][{i}]={slots[i]}: by its block table and position it is "
             f"{expected[i]} (block * {page} + position % {page}; -1 past max_seq_len)."
+        )
+    order = slots[rows.indices].argsort(stable=True)
+    written = slots[rows.indices][order]
+    if (i := _first(written[1:] == written[:-1])) is not None:
+        one, other = order[i], order[i + 1]
+        raise ConfigError(
+            f"slot_mappings[{group}] has {written[i]} for requests {rows.requests[one]} and "
+            f"{rows.requests[other]}: block {int(written[i]) // page} is in both tables. Give each "
+            "request blocks of its own."
         )
 
 

@@ -293,15 +293,17 @@ class SpecMetadata(NamesFields):
             return torch.randint(2**62, (count,), dtype=torch.int64, device=device)
 
         positions = self._next_positions
-        if positions is not None:  # a padded pass has more of them
-            if len(positions) < count and self.seeds is not None:
-                raise ConfigError(
-                    f"{len(positions)} positions for {count} rows of logits: seeds need one for "
-                    "each. Give position_ids of all rows of the pass, [T], [1, T] or [3, T]."
-                )
-            positions = positions[:count] if len(positions) >= count else None
         if self.positions is not None:
             positions = of_step(self.positions)
+        elif positions is not None and len(positions) < count:
+            if self.seeds is not None:
+                raise ConfigError(
+                    f"{len(positions)} positions for {count} rows of logits: seeds need one for "
+                    "each. Give position_ids of all rows of the pass, or SpecMetadata.positions."
+                )
+            positions = None
+        elif positions is not None:  # a padded pass has more of them
+            positions = positions[:count]
         step_rows: dict[str, Any] = {
             name: drawn() if rows is None else of_step(rows) for name, rows in columns.items()
         }
@@ -319,8 +321,8 @@ class SpecMetadata(NamesFields):
             given = [name for name, rows in columns.items() if rows is not None]
             if given:
                 raise ConfigError(
-                    f"SpecMetadata has {' and '.join(given)} and no temperatures: set these, too, "
-                    "0 for greedy rows."
+                    f"SpecMetadata has {' and '.join(given)}, but no temperatures. Set "
+                    "`temperatures`, too: one for each row, 0 for greedy ones."
                 )
             return None
         missing = [name for name in ("top_ks", "top_ps") if columns[name] is None]
@@ -430,10 +432,11 @@ def _warn_of_shaping() -> None:
 
 def _is_generation(request: Any) -> bool:
     flag = getattr(request, "is_generation", None)
-    if isinstance(flag, bool):
-        return flag
     if flag is not None:
-        raise ConfigError(f"{type(request).__name__}.is_generation={flag!r}: it must be a bool.")
+        if flag not in (True, False):
+            name = type(request).__name__
+            raise ConfigError(f"{name}.is_generation={flag!r}: it must be True or False.")
+        return bool(flag)
     state = getattr(request, "state", None)
     name = getattr(state, "name", str(state))
     if state is None:

@@ -7,6 +7,7 @@ something.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -193,15 +194,19 @@ def batch_shape(meta: AttentionMetadata | None, spec: SpecMetadata) -> tuple[int
 
 
 def first_axis(position_ids: Tensor) -> Tensor:
-    """Returns positions as one row: [T], [1, T] (TensorRT-LLM's) or [3, T] (M-RoPE's) -> [T].
+    """Returns positions as one row: [T], [1, T] (TensorRT-LLM's), [3, T] or [3, 1, T] (M-RoPE's)
+    -> [T].
 
     Raises:
         ConfigError: another shape, or no tensor.
     """
     shape = getattr(position_ids, "shape", None)
-    if shape is None or not (len(shape) == 1 or (len(shape) == 2 and shape[0] in (1, 3))):
-        given = type(position_ids).__name__ if shape is None else f"of shape {tuple(shape)}"
-        raise ConfigError(f"position_ids are {given}: give a tensor [T], [1, T] or [3, T].")
+    if not shape or math.prod(shape[:-1]) not in (1, 3):
+        given = "None" if position_ids is None else f"a {type(position_ids).__name__}"
+        given = given if shape is None else f"of shape {tuple(shape)}"
+        raise ConfigError(
+            f"position_ids are {given}: give a tensor [T], [1, T], [3, T] or [3, 1, T]."
+        )
     return position_ids if position_ids.dim() == 1 else position_ids.flatten(0, -2)[0]
 
 

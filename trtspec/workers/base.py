@@ -52,10 +52,10 @@ def _checked_inputs(input_ids: Any, logits: Any, spec_metadata: Any) -> Any:
         ConfigError: an argument is of another kind.
     """
     if not isinstance(spec_metadata, SpecMetadata):
-        given = type(spec_metadata).__name__
+        given = "None" if spec_metadata is None else f"a {type(spec_metadata).__name__}"
         raise ConfigError(f"spec_metadata is {given}: give a SpecMetadata.")
     if not isinstance(logits, Tensor | ShardedLogits):
-        given = type(logits).__name__
+        given = "None" if logits is None else f"a {type(logits).__name__}"
         raise ConfigError(f"logits are {given}: give the target's, [C + G*(K'+1), V].")
     if not isinstance(input_ids, Tensor) or input_ids.dim() == 1:
         return input_ids

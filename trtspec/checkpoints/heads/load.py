@@ -220,8 +220,9 @@ def _tensor_problem(
 ) -> str | None:
     layers, width = config.layers_to_capture, config.target_hidden_size
     if source.shape != placement.source_shape and name == "fc.weight" and layers:
-        count, rest = divmod(source.shape[-1], width)
-        if count and not rest and source.shape[:-1] == placement.source_shape[:-1]:
+        rows = placement.source_shape[0]
+        if len(source.shape) == 2 and source.shape[0] == rows and source.shape[1] % width == 0:
+            count = source.shape[1] // width
             return (
                 f"{name} in {source.path} reads {count} captured layers of width {width}, and "
                 f"{len(layers)} are to be captured: {list(layers)}. Name those of its training, in "
