@@ -604,6 +604,25 @@ def test_bench_tells_when_tokens_differ(run, fake, monkeypatch):
     assert json.loads(out)["sets"][0]["first_differences"] == [2]
 
 
+def test_an_interrupted_bench_keeps_whole_sets(run, monkeypatch, tmp_path):
+    from trtspec.cli import bench
+
+    measure, done = bench.Measurement.run, []
+
+    def interrupted(self, name, prompts):
+        if done:
+            raise KeyboardInterrupt
+        done.append(name)
+        return measure(self, name, prompts)
+
+    monkeypatch.setattr(bench.Measurement, "run", interrupted)
+    path = tmp_path / "bench.json"
+    code, out, err = run("bench", "--repeat", "1", "--max-tokens", "3", "--json-file", str(path))
+    report = json.loads(path.read_text())
+    assert code == 130 and [each["name"] for each in report["sets"]] == done
+    assert report["num_sets"] == 2 and "these are 1 of 2 prompt sets" in err and done[0] in out
+
+
 def test_bench_errors(run, fake, monkeypatch):
     code, _, err = run("bench", "--speculative", "none")
     assert code == 2 and "nothing to compare" in error_line(err)
