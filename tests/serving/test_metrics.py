@@ -96,7 +96,7 @@ def serve(target: Path, head: Path) -> Iterator[Serve]:
         llm = LLM(target, config, device="cpu", dtype="float32", **options)
         engines.append(llm)
         app = FastAPI()
-        engine: Any = SimpleNamespace(llm=llm)
+        engine: Any = llm if drafter == "ngram" else SimpleNamespace(llm=llm)
         metrics = add_observability(app, engine, "tiny", plain_step_seconds=plain)
         llm.executor.record_steps = True
         return Served(llm, metrics, TestClient(app))

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Mapping
 from importlib.resources import files
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from fastapi import FastAPI, Query
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -24,6 +24,7 @@ from .metrics import StepMetrics
 TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 
+@runtime_checkable
 class HasLLM(Protocol):
     """What is needed of an `AsyncLLM`."""
 
@@ -102,7 +103,7 @@ def add_observability(
     Returns:
         What is counted.
     """
-    llm: LLM = getattr(engine, "llm", engine)  # type: ignore[arg-type]
+    llm = engine.llm if isinstance(engine, HasLLM) else engine
     observation = EngineObservation(llm, model_name or llm.model_dir.name, plain_step_seconds or {})
     mount(app, InThread(observation))
     return observation.counts
