@@ -77,6 +77,9 @@ def test_the_kernel_is_its_twin(vocab: int, dtype: torch.dtype, variation: float
     triton_loss = pytest.importorskip(name, reason="needs triton")
     logits, theirs = _random(6, vocab, seed=4), 20 * _random(9, vocab, seed=5)
     logits[2], logits[3] = logits[2].round(), 40 * logits[3]
+    theirs[1, : vocab // 2] = theirs[2, vocab // 2 :] = -torch.inf  # tokens that cannot follow
+    logits[5, vocab // 2 :] = -torch.inf
+    logits[4, : vocab // 2] = theirs[1, : vocab // 2]
     rows = torch.tensor([8, 0, 3, 3, 1, 2], device=DEVICE)
     counts = torch.tensor([1, 1, 1, 0, 1, 1], dtype=torch.bool, device=DEVICE)
     ours, twin = logits.to(dtype, copy=True), logits.to("cpu", dtype, copy=True)

@@ -23,7 +23,7 @@ from trtspec.ops.step.slots import slot_mapping
 pytest.importorskip("triton", reason="needs triton")
 
 from trtspec.attention import triton_contexts, triton_generations
-from trtspec.attention.split_kv import Tables
+from trtspec.attention.split_kv import Parts, Tables
 from trtspec.attention.triton_backend import TritonAttention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,6 +87,33 @@ def test_any_cut_of_ragged_texts_is_the_same(
         for backend in (TritonAttention(), TorchAttention())
     )
     torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("whole", "length", "room"), [(0, 80, 44), (5, 130, 48)])
+def test_sums_have_room_for_the_parts_that_are_joined_alone(
+    monkeypatch: pytest.MonkeyPatch, whole: int, length: int, room: int
+) -> None:
+    """Of 10 requests, two parts each, the last nearly empty; beside others of one part."""
+    monkeypatch.setattr(triton_generations, "_cut", lambda *_: (16, 24))
+    empty, made = Parts.empty, list[Parts]()
+
+    def with_a_guard(count: int, *sizes: Any) -> Parts:
+        made.append(Parts(*(x.fill_(7.0) for x in empty(count + 4, *sizes))))
+        return Parts(*(x[:count] for x in made[-1]))
+
+    monkeypatch.setattr(Parts, "empty", with_a_guard)
+    lengths = [3] * whole + [length] * 10
+    meta = make_pass(lengths, 1, 2, 16, 8, max_seq_len=4096)
+    generator = torch.Generator().manual_seed(4)
+    q = torch.randn(len(lengths), 6, 16, generator=generator).to(DEVICE)
+    ours, twin = (attend(backend, q, meta) for backend in (TritonAttention(), TorchAttention()))
+    torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
+    (parts,) = made
+    assert len(parts.acc) == room + 4  # at most twice the programs, however many requests
+    assert all(bool((x[room:] == 7).all()) for x in parts)
+    written = (parts.stats != 7).flatten(1).all(1)
+    assert int(written.sum()) == 40
 
 
 def _sinks(heads: int) -> torch.Tensor:

@@ -95,6 +95,14 @@ def test_route_of_rows_that_are_not_numbers_stays_in_range() -> None:
     assert bool(((ids >= 0) & (ids < 12)).all()) and bool(weights.isnan().all())
 
 
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+def test_one_score_that_is_no_number_is_not_lost(scoring: str) -> None:
+    logits = torch.linspace(-3, 3, 24, device=DEVICE).view(2, 12)
+    logits[1, 4] = torch.nan
+    _, weights = triton_moe.route(logits, None, 3, scoring=scoring)
+    assert weights.isnan().any(1).tolist() == [False, True]
+
+
 @pytest.mark.parametrize(("rows", "count", "top_k"), SHAPES)
 def test_sort_by_expert(rows: int, count: int, top_k: int) -> None:
     _, _, ids, _ = random_experts(rows, count, top_k, 8, 8, torch.float32)

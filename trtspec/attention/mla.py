@@ -104,7 +104,7 @@ def latent_paged_attention(
         PREFETCH=pairs < MULTIPROCESSORS,  # with more, DRAM is busy and asking early costs
     )
     most_parts = cut.most_parts(num_seqs, layer, table_width)
-    parts = Parts.empty(most_parts, cut.BLOCK_M, cut.BLOCK_D, q.device)
+    parts = Parts.empty(cut.most_joined(most_parts), cut.BLOCK_M, cut.BLOCK_D, q.device)
     queries = _queries(q, cached, out)
     _partial_kernel[(most_parts,)](
         queries,

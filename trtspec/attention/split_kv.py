@@ -127,6 +127,14 @@ class Cut(NamedTuple):
         blocks = triton.cdiv(table_width * layer.page_size, self.BLOCK_N)
         return min(groups + self.PROGRAMS, groups * blocks)
 
+    def most_joined(self, most_parts: int) -> int:
+        """Returns how many parts there can be at most of requests that have several.
+
+        Such a request's last part may be nearly empty, but its others are full. So at most half of
+        them are short, and there are at most `PROGRAMS` full ones.
+        """
+        return min(most_parts, 2 * self.PROGRAMS)
+
 
 class Parts(NamedTuple):
     """The softmax sums of parts, for groups of BLOCK_M pairs of a row and a head."""
@@ -282,13 +290,24 @@ def with_sinks(queries, head, is_pair, best, total, acc):
 @triton.jit
 def store_part(parts, part, group, m, best, total, acc, layer: tl.constexpr, cut: tl.constexpr):
     """Stores a part's softmax sums for the joining kernel."""
-    s, groups = tl.arange(0, cut.SEQS), layer.kv_heads * cut.tiles
-    before = tl.sum(tl.where(s < part.seq, part.full + part.rest, 0), 0)
+    groups: tl.constexpr = layer.kv_heads * cut.tiles
+    before = _joined_before(part.seq, part.full + part.rest, cut)
     index = ((before + part.number) * groups + group) * cut.BLOCK_M + m
     d = tl.arange(0, cut.BLOCK_D)
     tl.store(parts.acc + index[:, None] * cut.BLOCK_D + d[None, :], acc)
     tl.store(parts.stats + index * 2, best)
     tl.store(parts.stats + index * 2 + 1, total)
+
+
+@triton.jit
+def _joined_before(seq, counts, cut: tl.constexpr):
+    """Returns how many parts to join the requests before `seq` have.
+
+    Args:
+        counts: [SEQS], each request's parts.
+    """
+    s = tl.arange(0, cut.SEQS)
+    return tl.sum(tl.where((s < seq) & (counts > 1), counts, 0), 0)
 
 
 @triton.jit
@@ -339,7 +358,7 @@ def _join_kernel(
     _starts, full, rest, _size = share_out(tables, num_seqs, table_width, layer, cut)
     s = tl.arange(0, cut.SEQS)
     count = tl.sum(tl.where(s == seq, full + rest, 0), 0)
-    before = tl.sum(tl.where(s < seq, full + rest, 0), 0)
+    before = _joined_before(seq, full + rest, cut)
     after_previous(PDL)
     if count == 1:
         return

@@ -51,7 +51,7 @@ MANY_PAIRS = 24
 
 def most_rows(q: Tensor, cached: CachedLayer) -> int:
     """Returns how many rows of a generation are one tile."""
-    return MAX_TILE // (q.shape[1] // cached.kv_heads * q.shape[2])
+    return MAX_TILE // (q.shape[1] // cached.kv_heads * padded_dim(q.shape[2]))
 
 
 def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -> Tensor:
@@ -83,7 +83,7 @@ def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -
         PREFETCH=pairs < MULTIPROCESSORS,  # with more, DRAM is busy and asking early costs
     )
     most_parts = cut.most_parts(num_seqs, layer, table_width)
-    parts = Parts.empty(most_parts, cut.BLOCK_M, cut.BLOCK_D, q.device)
+    parts = Parts.empty(cut.most_joined(most_parts), cut.BLOCK_M, cut.BLOCK_D, q.device)
     _partial_kernel[(most_parts,)](
         queries,
         Cache.of(cached),

@@ -209,6 +209,7 @@ def _route_kernel(
     experts, index = tl.reshape(experts, [size]), tl.arange(0, size)
     slot = tl.arange(0, CHOICES)
     ids, weights = tl.zeros([CHOICES], tl.int32), tl.zeros([CHOICES], tl.float32)
+    nan = tl.max((scores != scores).to(tl.int32), 0)
     for i in tl.static_range(TOP_K):
         taken = index == tl.argmax(choice, 0)
         ids = tl.where(slot == i, tl.sum(tl.where(taken, experts, 0), 0), ids)
@@ -216,6 +217,7 @@ def _route_kernel(
         choice = tl.where(taken, nothing, choice)
     if sizes.NORMALIZE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
+    weights = tl.where(nan > 0, float("nan"), weights)  # which would else be lost with its expert
     tl.store(chosen.ids + row * TOP_K + slot, ids.to(tl.int64), mask=slot < TOP_K)
     tl.store(chosen.weights + row * TOP_K + slot, weights * scale, mask=slot < TOP_K)
 

@@ -166,7 +166,7 @@ def draft_loss_(
     z, judges = logits.float(), teacher[rows]
     p, normalizer = judges.softmax(-1, dtype=torch.float32), z.logsumexp(-1)
     chosen = z.gather(1, judges.argmax(-1, keepdim=True))[:, 0]
-    loss = normalizer - (p * z).sum(-1)
+    loss = normalizer - (p * z).masked_fill_(p == 0, 0.0).sum(-1)  # z may be -inf
     q = (z - normalizer[:, None]).exp_()
     difference = q - p
     if variation:

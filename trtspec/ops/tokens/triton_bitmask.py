@@ -16,7 +16,7 @@ def mask_logits(logits: Tensor, masks: Tensor, d2t: Tensor | None) -> Tensor:
     (rows, vocab), logits = logits.shape, logits.contiguous()
     out = torch.empty_like(logits)
     if rows:
-        grid = (triton.cdiv(vocab, BLOCK), rows)
+        grid = (rows, triton.cdiv(vocab, BLOCK))  # the second holds 65,535 at most
         _mask_kernel[grid](logits, masks, d2t, out, vocab, masks.stride(0), BLOCK)
     return out
 
@@ -24,8 +24,8 @@ def mask_logits(logits: Tensor, masks: Tensor, d2t: Tensor | None) -> Tensor:
 @triton.jit
 def _mask_kernel(logits, masks, d2t, out, vocab, stride, BLOCK: tl.constexpr):
     """BLOCK logits of one row."""
-    row = tl.program_id(1).to(tl.int64)
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < vocab
     token = entry.to(tl.int64)
     if d2t is not None:

@@ -74,15 +74,11 @@ def _draft_loss_kernel(
         new = tl.max(z, 0)
         if new > z_max:
             best = start + tl.argmax(z, 0)
-        new = tl.maximum(new, z_max)
-        z_sum = z_sum * tl.exp(z_max - new) + tl.sum(tl.exp(z - new), 0)
-        z_max = new
+        z_max, z_sum = _added(z_max, z_sum, z, new)
         new = tl.max(t, 0)
         if new > t_max:
             chosen = tl.sum(tl.where(v == tl.argmax(t, 0), z, 0.0), 0)
-        new = tl.maximum(new, t_max)
-        t_sum = t_sum * tl.exp(t_max - new) + tl.sum(tl.exp(t - new), 0)
-        t_max = new
+        t_max, t_sum = _added(t_max, t_sum, t, new)
     normalizer, t_normalizer = z_max + tl.log(z_sum), t_max + tl.log(t_sum)
     cross = tl.zeros([BLOCK], tl.float32)
     apart, signs = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -91,7 +87,7 @@ def _draft_loss_kernel(
         z = tl.load(z_ptr + start + v, mask=inside, other=0.0).to(tl.float32)
         t = tl.load(t_ptr + start + v, mask=inside, other=float("-inf")).to(tl.float32)
         p = tl.exp(t - t_normalizer)
-        cross += p * z
+        cross += tl.where(p == 0, 0.0, p * z)  # z may be -inf
         difference = tl.where(inside, tl.exp(z - normalizer) - p, 0.0)
         if VARIES:
             apart += tl.abs(difference)
@@ -116,6 +112,14 @@ def _draft_loss_kernel(
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
     tl.store(best_ptr + row, best)
     tl.store(chance_ptr + row, tl.exp(chosen - normalizer))
+
+
+@triton.jit
+def _added(best, total, x, best_of_x):
+    """Returns the largest logit, and the sum of powers over it, with those of a block `x`."""
+    new = tl.maximum(best, best_of_x)
+    base = tl.where(new == float("-inf"), 0.0, new)  # a block may be all -inf
+    return new, total * tl.exp(best - base) + tl.sum(tl.exp(x - base), 0)
 
 
 @triton.jit
