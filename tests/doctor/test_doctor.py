@@ -139,6 +139,16 @@ def _places(one: str, other: str) -> Change:
     return change
 
 
+def _swap_input_norms(raw: dict[str, Any], tensors: Tensors) -> None:
+    """Of the same head with norms that differ: so short a training leaves them alike."""
+    for name, weight in tensors.items():
+        if name.endswith("hidden_norm.weight"):
+            tensors[name] = 4 * weight
+        elif any(f"{part}_proj.weight" in name for part in "qkv"):
+            weight[:, HIDDEN:] /= 4
+    _places("input_layernorm", "hidden_norm")(raw, tensors)
+
+
 def _transposed(*names: str) -> Change:
     def change(raw: dict[str, Any], tensors: Tensors) -> None:
         for name, weight in tensors.items():
@@ -163,6 +173,14 @@ def _noise(*names: str, shape: tuple[int, ...] | None = None) -> Change:
     return change
 
 
+def _scaled(part: str, factor: float) -> Change:
+    def change(raw: dict[str, Any], tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith(f"{part}.weight")]:
+            tensors[name] = tensors[name] * factor
+
+    return change
+
+
 def _fields(**fields: Any) -> Change:
     return lambda raw, tensors: raw.update(fields)
 
@@ -176,6 +194,9 @@ def _heads_of_half_the_size(raw: dict[str, Any], tensors: Tensors) -> None:
 EAGLE3 = {
     "gate_proj and up_proj are in each other's place": _places("gate_proj", "up_proj"),
     "k_proj and v_proj are in each other's place": _places("k_proj", "v_proj"),
+    "input_layernorm and hidden_norm are in each": _swap_input_norms,
+    "fc is too large": _scaled("fc", 3),
+    "fc is too small": _scaled("fc", 1 / 4),
     "embed_tokens has wrong weights: with the target's": _noise(
         "embed_tokens.weight", shape=(VOCAB + 1, HIDDEN)
     ),
@@ -212,6 +233,8 @@ def test_a_sabotaged_eagle3_head(eagle3: Case, tmp_path: Path, name: str) -> Non
     [
         ("other order", _swap("eh_proj")),
         ("rope_theta", _theta),
+        ("enorm and hnorm are in each other's place", _places("enorm", "hnorm")),
+        ("eh_proj is too large", _scaled("eh_proj", 3)),
         ("norms are written around 0", _norms_around_0),
         ("for a RoPE that rotates neighbours", _rows_of_neighbours),
     ],
@@ -229,14 +252,6 @@ def test_a_good_head(eagle3: Case, mtp: Case) -> None:
         assert diagnosis.as_loaded.conditional[0] > 0.5
 
 
-def _scaled_down_proj(factor: float) -> Change:
-    def change(raw: dict[str, Any], tensors: Tensors) -> None:
-        for name in [name for name in tensors if name.endswith("down_proj.weight")]:
-            tensors[name] = tensors[name] * factor
-
-    return change
-
-
 def test_a_part_that_does_harm(eagle3: Case, tmp_path: Path) -> None:
     head = eagle3.sabotaged(tmp_path, _noise("down_proj.weight"))
     verdict = diagnose(eagle3.target, head, "eagle", eagle3.texts).verdict
@@ -248,7 +263,7 @@ def _lose_final_norm(raw: dict[str, Any], tensors: Tensors) -> None:
 
 
 def test_tensors_that_were_never_filled(eagle3: Case, tmp_path: Path) -> None:
-    head = eagle3.sabotaged(tmp_path, _scaled_down_proj(0))
+    head = eagle3.sabotaged(tmp_path, _scaled("down_proj", 0))
     diagnosis = diagnose(eagle3.target, head, "eagle", eagle3.texts)
     said = " ".join([diagnosis.verdict, *diagnosis.remarks])
     assert "down_proj.weight is zero everywhere" in said
@@ -258,8 +273,22 @@ def test_tensors_that_were_never_filled(eagle3: Case, tmp_path: Path) -> None:
     assert "norm.weight has one value everywhere" in said
 
 
+@pytest.mark.parametrize("along", ["rows", "columns"])
+def test_tensors_that_are_filled_in_part(eagle3: Case, tmp_path: Path, along: str) -> None:
+    def change(raw: dict[str, Any], tensors: Tensors) -> None:
+        (name,) = (name for name in tensors if name.endswith("o_proj.weight"))
+        weight = tensors[name] if along == "rows" else tensors[name].T
+        weight[::8] = 0
+        tensors[name] = weight if along == "rows" else weight.T
+
+    head = eagle3.sabotaged(tmp_path, change)
+    diagnosis = diagnose(eagle3.target, head, "eagle", eagle3.texts)
+    assert not diagnosis.is_well
+    assert f"Something is wrong: 6 of the 48 {along} of " in diagnosis.verdict
+
+
 def test_values_that_overflow(eagle3: Case, tmp_path: Path) -> None:
-    head = eagle3.sabotaged(tmp_path, _scaled_down_proj(1e38))
+    head = eagle3.sabotaged(tmp_path, _scaled("down_proj", 1e38))
     diagnosis = diagnose(eagle3.target, head, "eagle", eagle3.texts)
     assert "Values that the head computes are NaN or infinite in float32" in diagnosis.verdict
     assert not diagnosis.is_well and not diagnosis.tried

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trtspec.checkpoints.heads.load import read_head
+from trtspec.checkpoints.heads.records import Sources
 from trtspec.checkpoints.zoo import HEADS, resolve_head
-from trtspec.doctor.untrained import is_random, untrained_tensors
+from trtspec.doctor.untrained import half_empty_tensors, is_random, untrained_tensors
 
 SHAPES = [(576, 1728), (1536, 576), (192, 576), (128, 128), (2048, 1024)]
 MAKERS: dict[str, Callable[[tuple[int, int]], Tensor]] = {
@@ -45,14 +47,15 @@ def test_small_matrices_are_left_out() -> None:
     assert not is_random(torch.randn(127, 4096))
 
 
-def told_of(head: str | Path) -> str | None:
+def told_of(head: str | Path, tell: Callable[[Sources], str | None] = untrained_tensors) -> Any:
     with ExitStack() as stack:
-        return untrained_tensors(read_head(Path(head), None, stack).tensors)
+        return tell(read_head(Path(head), None, stack).tensors)
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_the_packages_heads_are_trained(head: str) -> None:
-    assert told_of(head) is None
+@pytest.mark.parametrize("tell", [untrained_tensors, half_empty_tensors])
+def test_the_packages_heads_are_trained(head: str, tell: Callable[[Sources], str | None]) -> None:
+    assert told_of(head, tell) is None
 
 
 @pytest.mark.parametrize("third", [None, 0, 2])

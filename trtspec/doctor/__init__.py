@@ -44,7 +44,7 @@ from .exam import NUM_STEPS, HeadExam, examine
 from .heads import defect_of, notes_on, suspicion_of
 from .masks import special_tokens, without_twins
 from .texts import texts_of
-from .untrained import untrained_tensors
+from .untrained import half_empty_tensors, untrained_tensors
 
 __all__ = [
     "NUM_STEPS",
@@ -105,6 +105,7 @@ def diagnose(
         if report.problems:
             return diagnosis
         untrained = untrained_tensors(report.tensors)
+        half_empty = half_empty_tensors(report.tensors)
     assert report.kind is not None
     num_mtp_layers = report.require().num_mtp_layers
     used = max(1, min(num_mtp_layers, NUM_STEPS))
@@ -126,7 +127,7 @@ def diagnose(
         )
     suspicions = [text for text in (untrained, suspicion_of(exam.patient)) if text is not None]
     diagnosis.suspicion = " ".join(suspicions) or None
-    diagnosis.defect = defect_of(exam.patient, diagnosis.trained)
+    diagnosis.defect = half_empty or defect_of(exam.patient, diagnosis.trained)
     examine(exam, diagnosis, tell)
     diagnosis.notes += exam.notes()
     return diagnosis

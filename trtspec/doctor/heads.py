@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.heads.eagle_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from ..models.config import DecoderConfig
-from ..models.drafters.base import DraftHead
+from ..models.drafters.base import DraftHead, FeedbackHead
 from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.eagle import Eagle3Head, Eagle3Layer
 from ..models.drafters.gemma_assistant import KIND as ASSISTANT
@@ -36,6 +36,7 @@ from .weights import (
     harmful_trials,
     mixed_up_trials,
     norm_offset_trials,
+    scale_trials,
 )
 
 
@@ -99,13 +100,16 @@ def _weight_trials(patient: Patient) -> list[Trial]:
     if not head.advances_positions:  # an assistant's config was compared with the target's
         return trials
     trials += config_trials(head, parts, patient.target)
-    return trials + mixed_up_trials(parts) + harmful_trials(parts)
+    trials += mixed_up_trials(parts)
+    if isinstance(head, FeedbackHead):  # a block head normalizes what it joins
+        trials += scale_trials(parts)
+    return trials + harmful_trials(parts)
 
 
 def notes_on(patient: Patient) -> list[str]:
     """Returns what cannot be tried."""
     head, decoder = patient.head, patient.head.config.decoder
-    notes = []
+    notes = ["v_proj and o_proj are not searched for random numbers."]
     if head.advances_positions and any(
         decoder.of_layer(i).rotary_dim is not None for i in range(decoder.num_layers)
     ):

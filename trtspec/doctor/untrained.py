@@ -16,6 +16,8 @@ _JUDGED = re.compile(
 )
 """v_proj and o_proj are left out: some trained ones, SmolLM2's among them, are spread as noise is.
 So are experts, which are many. A wrong embedding or lm_head is found by trial."""
+_MANY_ZEROS = 1 / 8
+"""The share of a matrix's rows or columns. Fewer may stand for tokens that nobody uses."""
 _FEWEST_ROWS, _MOST_ROWS = 128, 1024
 """Fewer rows tell too little; more take time and tell no more."""
 _TOLERANCES = (5, 15, 30)
@@ -58,6 +60,23 @@ def untrained_tensors(sources: Sources) -> str | None:
         ),
     )
     return " ".join(part for part in parts if part) or None
+
+
+def half_empty_tensors(sources: Sources) -> str | None:
+    """Says which matrices were filled in part: many of their rows or columns are zero, as where
+    the parts of one rank are missing. None if none was."""
+    parts = list[str]()
+    for source in sources.values():
+        if len(source.shape) == 2:
+            filled = source.read() != 0
+            for along, what in ((1, "rows"), (0, "columns")):
+                lines = filled.any(along)
+                missing, count = int((~lines).sum()), len(lines)
+                if _MANY_ZEROS * count <= missing < count:
+                    parts.append(f"{missing} of the {count} {what} of {source.name} are zero")
+    if not parts:
+        return None
+    return f"{', '.join(parts)}. Trained ones are not: copy the head again from its source."
 
 
 def _told(names: list[str], verb: str, plural: str, what: str) -> str:

@@ -20,6 +20,8 @@ from ..models.rope import RopeTables
 from .trials import Change, Trial
 
 _PRODUCTS = "q_proj", "k_proj", "v_proj", "o_proj"
+_PAIRS_OF_NORMS = ("input_layernorm", "hidden_norm"), ("enorm", "hnorm")
+"""Of embedding and hidden state."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,16 @@ def mixed_up_trials(parts: nn.Module) -> list[Trial]:
                 lambda head: _each(attentions, _swap_keys_and_values),
             )
         )
+    for one, other in _PAIRS_OF_NORMS:
+        owners = [m for m in parts.modules() if hasattr(m, one) and hasattr(m, other)]
+        if owners:
+            trials.append(
+                Trial(
+                    f"{one} and {other} are in each other's place",
+                    f"swap {one}.weight and {other}.weight",
+                    _swapping_norms(owners, one, other),
+                )
+            )
     square = [name for name in _PRODUCTS if any(_is_square(a, name) for a in attentions)]
     for names in [[name] for name in square] + ([square] if len(square) > 1 else []):
         told = " and ".join(names)
@@ -132,6 +144,24 @@ def mixed_up_trials(parts: nn.Module) -> list[Trial]:
                 _transposing(attentions, names),
             )
         )
+    return trials
+
+
+def scale_trials(parts: nn.Module) -> list[Trial]:
+    """Other scales of the products that join a head's inputs: one applied twice, or forgotten."""
+    trials = list[Trial]()
+    for name in ("fc", "eh_proj"):
+        layers = [getattr(m, name) for m in parts.modules() if hasattr(m, name)]
+        for factor, what in ((0.5, "too large"), (2.0, "too small")):
+            if layers:
+                trials.append(
+                    Trial(
+                        f"{name} is {what}: multiplied by {factor:g} drafts are better",
+                        f"copy {name}.weight again from the head's source, with its scale if it "
+                        "is quantised",
+                        _scaling(layers, factor),
+                    )
+                )
     return trials
 
 
@@ -204,7 +234,7 @@ def harmful_trials(parts: nn.Module) -> list[Trial]:
             trials.append(
                 Trial(
                     f"the {name}{where} has wrong weights: drafts are better without it",
-                    f"copy the tensors of the {name}{where} again from the head's source",
+                    f"copy the tensors of the {name}{where}, and its norm, again from their source",
                     _without(getattr(module, last)),
                 )
             )
@@ -216,6 +246,25 @@ def _without(layer: Linear) -> Change:
         for part in (layer.weight, layer.bias):
             if part is not None:
                 part.data = torch.zeros_like(part)
+
+    return change
+
+
+def _scaling(layers: Sequence[Linear], factor: float) -> Change:
+    def change(head: DraftHead) -> None:
+        for layer in layers:
+            assert layer.weight is not None, "the head's weights are packed"
+            layer.weight.data = layer.weight.data * factor
+
+    return change
+
+
+def _swapping_norms(owners: Sequence[nn.Module], one: str, other: str) -> Change:
+    def change(head: DraftHead) -> None:
+        for owner in owners:
+            norm, other_norm = getattr(owner, one), getattr(owner, other)
+            setattr(owner, one, other_norm)
+            setattr(owner, other, norm)
 
     return change
 
