@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
@@ -27,8 +28,9 @@ from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models.decoder import Decoder
 from trtspec.train import trainer as trainer_module
 from trtspec.train.create_head import create_head, trainable
+from trtspec.train.interrupts import held_back
 from trtspec.train.muon import MuonAndAdamW
-from trtspec.train.new_head import NewHead
+from trtspec.train.new_head import NewHead, head_config
 from trtspec.train.trainer import TrainConfig, Trainer
 
 
@@ -148,11 +150,70 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
     assert raw["training"]["config"]["optimizer"] == optimizer
 
 
+def test_ctrl_c_ends_the_step_and_keeps_it(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    whole, run = (_trainer(target_dir, data, tmp_path / name) for name in ("whole", "run"))
+    whole.train()
+
+    def stop(line: dict[str, object]) -> None:
+        if line["step"] == 2:  # so step 3 is ended, before the first checkpoint
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run.train(progress=stop)
+    again = _trainer(target_dir, data, tmp_path / "run")
+    assert again.resume() and again.step == run.kept_step == 3
+    again.train()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert _log(tmp_path / "run") == _log(tmp_path / "whole")
+    assert all(torch.equal(again.masters[n], m) for n, m in whole.masters.items())
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step() -> None:
+    reached = False
+    with pytest.raises(KeyboardInterrupt), held_back() as is_interrupted:
+        signal.raise_signal(signal.SIGINT)
+        reached = is_interrupted.is_set()
+        signal.raise_signal(signal.SIGINT)
+        reached = False
+    assert reached
+
+
+def test_held_out_text_that_judges_nothing_is_told_of(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An acceptance of 0 would be a finding."""
+    run = _trainer(target_dir, data, tmp_path, replace(TRAIN_CONFIG, max_steps=2))
+    silent = run.held_out[0]
+    run.held_out = [replace(silent, loss_mask=torch.zeros_like(silent.loss_mask))]
+    assert not run.train().is_judged
+    assert "no place to judge the head by" in caplog.text
+    assert not any(key.startswith("held_out") for line in _log(tmp_path) for key in line)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["training"]["held_out_conditional"] is None
+
+
+@pytest.mark.parametrize(
+    ("layers", "captured"), [(4, (1, 2, 3)), (5, (1, 2, 3)), (6, (1, 3, 4)), (7, (1, 2, 3)),
+                             (8, (1, 3, 4)), (36, (1, 17, 32))]
+)  # fmt: skip
+def test_the_layers_captured_by_default_differ(
+    target_dir: Path, layers: int, captured: tuple[int, ...]
+) -> None:
+    target = replace(load_target(target_dir).config, num_layers=layers)
+    assert head_config(NewHead(kind="eagle3"), target, 8).layers_to_capture == captured
+
+
 def test_a_checkpoint_that_does_not_fit_is_refused(
     target_dir: Path, data: GreedyTexts, tmp_path: Path
 ) -> None:
     _trainer(target_dir, data, tmp_path, replace(TRAIN_CONFIG, max_steps=4)).train()
-    with pytest.raises(CheckpointError, match=r"another run: .*max_steps"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"another run\. What differs: max_steps \(--steps\), 4 there and 12 here\. Give",
+    ):
         _trainer(target_dir, data, tmp_path).resume()
     path = tmp_path / "checkpoint.pt"
     saved = torch.load(path, weights_only=True)
@@ -162,8 +223,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
         with pytest.raises(CheckpointError, match="damaged"):
             _trainer(target_dir, data, tmp_path, replace(TRAIN_CONFIG, max_steps=4)).resume()
     path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError, match="damaged") as error:
         _trainer(target_dir, data, tmp_path, replace(TRAIN_CONFIG, max_steps=4)).resume()
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash2", "dspark", "mtp"])
@@ -229,17 +291,17 @@ def test_another_optimizer_or_window_is_another_run(
     config = replace(TRAIN_CONFIG, max_steps=4)
     muon = replace(config, optimizer="muon")
     _trainer(target_dir, data, tmp_path / "muon", muon).train()
-    with pytest.raises(CheckpointError, match="another run: optimizer differ"):
+    with pytest.raises(CheckpointError, match="differs: optimizer, 'muon' there and 'adamw' here"):
         _trainer(target_dir, data, tmp_path / "muon", config).resume()
     _trainer(target_dir, data, tmp_path / "window", config, window=6).train()
-    with pytest.raises(CheckpointError, match="another run: windows differ"):
+    with pytest.raises(CheckpointError, match="differs: windows"):
         _trainer(target_dir, data, tmp_path / "window", config).resume()
     _trainer(target_dir, data, tmp_path / "old", config).train()
     path = tmp_path / "old" / "checkpoint.pt"
     saved = torch.load(path)
     del saved["run"]["optimizer"], saved["run"]["windows"]
     torch.save(saved, path)
-    with pytest.raises(CheckpointError, match="another run: optimizer differ"):
+    with pytest.raises(CheckpointError, match="differs: optimizer, 'adamw' there and 'muon' here"):
         _trainer(target_dir, data, tmp_path / "old", muon).resume()
     assert _trainer(target_dir, data, tmp_path / "old", config).resume()
 
@@ -400,5 +462,5 @@ def test_another_target_of_the_same_shape_does_not_resume(
 ) -> None:
     _trainer(target_dir, data, tmp_path / "run").train()
     other = tiny_model_dir(tmp_path, seed=2, num_hidden_layers=6)
-    with pytest.raises(CheckpointError, match="another run: target"):
+    with pytest.raises(CheckpointError, match="differs: target"):
         _trainer(other, data, tmp_path / "run").resume()

@@ -107,9 +107,18 @@ def _train(options: TrainOptions, trainer: Trainer) -> int:
     max_steps = trainer.config.max_steps
     if trainer.resume():
         say(f"Going on from step {trainer.step} of {max_steps}.")
-    evaluation = trainer.train(progress=lambda line: say(_describe(line)))
+    first = trainer.step
+    try:
+        evaluation = trainer.train(progress=lambda line: say(_describe(line)))
+    except KeyboardInterrupt:
+        if trainer.kept_step > first:
+            say(f"Step {trainer.kept_step} is kept: the same command goes on from there.")
+        raise
     if not evaluation.right:  # it was finished already
         say(f"{options.out} is trained: {max_steps} steps.")
+        return 0
+    if not evaluation.is_judged:
+        say(f"Wrote {options.out}. The held-out text has no place to judge it by.")
         return 0
     rates = ", ".join(f"{rate:.2f}" for rate in evaluation.conditional)
     say(

@@ -17,7 +17,7 @@ _JUDGED = re.compile(
 """v_proj and o_proj are left out: some trained ones, SmolLM2's among them, are spread as noise is.
 So are experts, which are many. A wrong embedding or lm_head is found by trial."""
 _MANY_ZEROS = 1 / 8
-"""The share of a matrix's rows or columns. Fewer may stand for tokens that nobody uses."""
+"""The share of a matrix's rows or columns. Fewer may stand for tokens that no text has."""
 _FEWEST_ROWS, _MOST_ROWS = 128, 1024
 """Fewer rows tell too little; more take time and tell no more."""
 _TOLERANCES = (5, 15, 30)

@@ -121,7 +121,7 @@ def render_conversation(
             so that the assistant's text cannot be found again.
     """
     text = render_chat(tokenizer, messages, False)
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
     special = set(special_token_ids(tokenizer))
     special_spans = [span for i, span in zip(ids, offsets, strict=True) if i in special]

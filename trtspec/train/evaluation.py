@@ -24,6 +24,11 @@ class Evaluation:
     """Of each step's conditional share, the standard error between sequences, where known."""
 
     @property
+    def is_judged(self) -> bool:
+        """Whether there was a proposal to judge."""
+        return any(self.judged)
+
+    @property
     def conditional(self) -> list[float]:
         """Returns per step the share of right proposals where all before were right."""
         return [r / max(1, n) for r, n in zip(self.right, self.judged, strict=True)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoints.heads.dflash_config import default_target_layers, widened
-from ..checkpoints.heads.eagle_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
+from ..checkpoints.heads.eagle_config import default_layers_to_capture
 from ..checks import MAX_SIZE
 from ..config import MAX_DRAFT_LEN, require_int
 from ..errors import ConfigError
@@ -22,6 +22,8 @@ MOST_RANK, LEAST_RANK = 256, 16
 CONVOLUTION = 2, 16
 """Of DFlash2, taps and channels of a group."""
 CANDIDATES = 16
+
+FEWEST_LAYERS = 4  # of a target, whose captured layers are not given
 
 
 @dataclass(frozen=True)
@@ -141,12 +143,15 @@ def _eagle3_config(
 def _eagle3_layers(spec: NewHead, target: DecoderConfig) -> tuple[int, ...]:
     layers = spec.layers_to_capture
     if layers is None:
-        if target.num_layers < MIN_LAYERS_FOR_DEFAULT:
+        count = target.num_layers
+        if count < FEWEST_LAYERS:
             raise ConfigError(
-                f"The default capture (1, L/2-1, L-4) needs a target of {MIN_LAYERS_FOR_DEFAULT} "
-                f"layers; it has {target.num_layers}. Give layers_to_capture (--capture-layers)."
+                f"The default capture of three layers needs a target of {FEWEST_LAYERS}; it has "
+                f"{count}. Give layers_to_capture (--capture-layers)."
             )
-        layers = default_layers_to_capture(target.num_layers)
+        layers = default_layers_to_capture(count)
+        if len(set(layers)) < len(layers):  # of a small target
+            layers = count // 4, count // 2, 3 * count // 4
     return _checked_layers(layers, target)
 
 

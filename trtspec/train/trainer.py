@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -35,6 +37,7 @@ from ..models.drafters.base import DraftHead
 from .blocks import Anchors
 from .create_head import trainable
 from .evaluation import Evaluation, evaluate
+from .interrupts import held_back
 from .losses import DECAY, POSITION_WEIGHTS, Objective, decay_of_block, judge
 from .muon import MuonAndAdamW
 from .new_head import BLOCK_KINDS, block_rows
@@ -49,17 +52,34 @@ OPTIMIZERS = ("adamw", "muon")
 BEFORE: dict[str, Any] = {"optimizer": "adamw", "windows": [], "rotation and norms": None}
 """Settings of runs that were begun before they could be given."""
 Progress = Callable[[dict[str, Any]], None]
-
-
+logger = logging.getLogger(__name__)
+_OPTIONS = {
+    "max_steps": " (--steps)",
+    "num_steps": " (--unroll)",
+    "num_anchors": " (--anchors)",
+    "variation": " (--total-variation)",
+}
+"""Of the command line, where they have another name."""
 DAMAGE = RuntimeError, KeyError, ValueError, TypeError, AttributeError
 """What reading a checkpoint with other contents raises."""
 
 
 def damaged(path: Path, error: Exception) -> CheckpointError:
+    what = (str(error).splitlines() or [type(error).__name__])[0]  # torch explains at length
     return CheckpointError(
-        f"{path} is damaged ({error}). Give another --out, or remove it and the head beside it to "
+        f"{path} is damaged ({what}). Give another --out, or remove it and the head beside it to "
         "start again."
     )
+
+
+def _told(names: list[str], there: dict[str, Any], here: dict[str, Any]) -> str:
+    """Says which settings differ, with their values where these are plain."""
+    told = list[str]()
+    for name in names:
+        plain = isinstance(here[name], int | float | str) and name in TrainConfig.__annotations__
+        values = f", {there.get(name)!r} there and {here[name]!r} here" if plain else ""
+        told.append(f"{name}{_OPTIONS.get(name, '')}{values}")
+    return "; ".join(told) or "the head"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +231,7 @@ class Trainer:
             self.optimizer = MuonAndAdamW(head, self.masters, **options)
         else:
             self.optimizer = torch.optim.AdamW(list(self.masters.values()), **options)
-        self.step = 0
+        self.step = self.kept_step = 0
         self.loss_shares = torch.zeros((), device=target.embed_tokens.weight.device)  # summed
         self.log: list[dict[str, Any]] = []
 
@@ -237,8 +257,9 @@ class Trainer:
         differing = [name for name in expected if run.get(name) != expected[name]]
         if differing or shapes != {n: t.shape for n, t in self.masters.items()}:
             raise CheckpointError(
-                f"{path} is of another run: {', '.join(differing) or 'the head'} differ. Give "
-                "another --out, or the same options."
+                f"{path} is of another run. What differs: {_told(differing, run, expected)}. "
+                f"Give another --out (and --init-head {self.out}, to begin with that head), or the "
+                "same options."
             )
         for name, master in self.masters.items():
             master.data.copy_(masters[name])
@@ -246,13 +267,22 @@ class Trainer:
             self.optimizer.load_state_dict(optimizer)
         except DAMAGE as error:
             raise damaged(path, error) from error
-        self.step, self.notes = step, {**self.notes, **notes}
+        self.step = self.kept_step = step
+        self.notes = {**self.notes, **notes}
         self._use_masters()
         self._cut_log()
         return True
 
     def train(self, progress: Progress | None = None) -> Evaluation:
-        """Runs to `max_steps`; returns the last evaluation on the held-out sequences."""
+        """Runs to `max_steps`; returns the last evaluation on the held-out sequences.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the step that ran is ended and kept.
+        """
+        with held_back() as is_interrupted:
+            return self._train(progress, is_interrupted)
+
+    def _train(self, progress: Progress | None, is_interrupted: threading.Event) -> Evaluation:
         config = self.config
         self.out.mkdir(parents=True, exist_ok=True)
         evaluation = Evaluation()
@@ -265,9 +295,9 @@ class Trainer:
             line = self._train_step(sequences)
             tokens += sequences.input_ids.numel()
             self.step += 1
-            last = self.step == config.max_steps
+            last, interrupted = self.step == config.max_steps, is_interrupted.is_set()
             evaluates = self.step % config.evaluate_every == 0 or last
-            saves = self.step % config.checkpoint_every == 0 or last
+            saves = self.step % config.checkpoint_every == 0 or last or interrupted
             if self.step % config.log_every == 0 or evaluates or saves:
                 line = {k: v() if callable(v) else v for k, v in line.items()}
                 line["tokens_per_second"] = round(tokens / (time.perf_counter() - started))
@@ -287,6 +317,8 @@ class Trainer:
                     progress(line)
             if saves:
                 self.checkpoint()
+            if interrupted:
+                raise KeyboardInterrupt
         return evaluation
 
     def _train_step(self, sequences: Sequences) -> dict[str, Any]:
@@ -326,6 +358,14 @@ class Trainer:
         """Judges the head by the held-out sequences. Adds what is found to a line of the log."""
         variation, num_steps = self.objective.variation, self.config.num_steps
         found = evaluate(self.target, self.head, self.held_out, num_steps, variation)
+        if not found.is_judged:
+            logger.warning(
+                "Step %d: the held-out text has no place to judge the head by: its answers are too "
+                "short, or the draft vocabulary lacks their tokens. Give more text.",
+                self.step,
+            )
+            self.notes["held_out_conditional"] = None
+            return found
         rates = [round(rate, 4) for rate in found.conditional]
         self.notes["held_out_conditional"] = rates
         line["held_out_loss"] = round(found.loss, 4)
@@ -375,6 +415,7 @@ class Trainer:
             )
             self._save_head()
             os.replace(partial, path)
+            self.kept_step = self.step
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as the latter
             partial.unlink(missing_ok=True)
             raise ConfigError(
