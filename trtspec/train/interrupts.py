@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+SAME_SECONDS = 1.0
+"""`timeout` and batch systems signal a process and its group: it hears one interrupt twice."""
 
 
 @contextmanager
 def held_back() -> Iterator[threading.Event]:
     """Lets the first Ctrl-C set the event that is yielded, and do nothing else.
 
-    A second one interrupts at once. Outside the main thread, and where Ctrl-C is ignored or not
-    Python's, nothing changes and the event stays unset.
+    A second one interrupts at once, if it comes later than `SAME_SECONDS`. Outside the main thread,
+    and where Ctrl-C is ignored or not Python's, nothing changes and the event stays unset.
     """
     asked = threading.Event()
     before = signal.getsignal(signal.SIGINT)
@@ -22,10 +26,15 @@ def held_back() -> Iterator[threading.Event]:
         yield asked
         return
 
+    first = 0.0
+
     def ask(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+        nonlocal first
+        if not asked.is_set():
+            first = time.monotonic()
+            asked.set()
+        elif time.monotonic() - first > SAME_SECONDS:
             before(number, frame)
-        asked.set()
 
     signal.signal(signal.SIGINT, ask)
     try:
