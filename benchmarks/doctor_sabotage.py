@@ -1,16 +1,16 @@
 """Sabotages the heads in the package, one mistake to a copy, and asks the doctor what is wrong.
 
 A copy has one mistake that a person could make in config.json or in converting the tensors. The
-texts are those of `trtspec doctor`, written once; for the DSpark head they are fewer and shorter (8
-of 48 tokens at most), since an examination of it takes minutes. The last line counts the copies
-whose mistake was named; exit code 1 if they are fewer than nine in ten, or if a good head is
-blamed.
+texts are those of `trtspec doctor`, written once. On a CPU they are fewer and shorter for the
+DSpark head (8 of 48 tokens at most), since an examination of it takes minutes there. The last line
+counts the copies whose mistake was named; exit code 1 if they are fewer than nine in ten, or if a
+good head is blamed.
 
 Left out: an MTP layer fed the hidden state before the norm (no file says so; it is an argument of
 MTPDecodingConfig), and weights in another dtype (none is above 4, so float16 holds them all).
 
     python benchmarks/doctor_sabotage.py [--prompts 16] [--max-tokens 64]
-        [--heads eagle3,mtp,dspark] [--only NAME]
+        [--heads eagle3,mtp,dspark] [--only NAME] [--device cuda]
 """
 
 from __future__ import annotations
@@ -157,6 +157,31 @@ def _count_the_mtp_layer(config: Config, tensors: Tensors) -> None:
     config["num_hidden_layers"] += 1
 
 
+def _scaled(name: str, factor: float) -> Callable[[Config, Tensors], None]:
+    def change(config: Config, tensors: Tensors) -> None:
+        for key in [key for key in tensors if key.endswith(f"{name}.weight")]:
+            tensors[key] = tensors[key] * factor
+
+    return change
+
+
+def _norms_swapped(one: str, other: str) -> Callable[[Config, Tensors], None]:
+    def change(config: Config, tensors: Tensors) -> None:
+        for key in [key for key in tensors if key.endswith(f"{one}.weight")]:
+            twin = key.replace(one, other)
+            tensors[key], tensors[twin] = tensors[twin], tensors[key]
+
+    return change
+
+
+def _every_second_row_zero(name: str) -> Callable[[Config, Tensors], None]:
+    def change(config: Config, tensors: Tensors) -> None:
+        for key in [key for key in tensors if key.endswith(f"{name}.weight")]:
+            tensors[key][::2] = 0
+
+    return change
+
+
 SABOTAGES = [
     Sabotage("eagle3", "layer ids one too high", "one too late", _shift_layers(1)),
     Sabotage("eagle3", "layer ids one too low", "one too early", _shift_layers(-1)),
@@ -194,6 +219,23 @@ SABOTAGES = [
     Sabotage(
         "mtp", "q, k rows of neighbours", "for a RoPE that rotates neighbours", _rotate_neighbours
     ),
+    Sabotage("eagle3", "fc doubled", "fc is too large", _scaled("fc", 2)),
+    Sabotage("eagle3", "fc halved", "fc is too small", _scaled("fc", 0.5)),
+    Sabotage(
+        "eagle3",
+        "input norms swapped",
+        "input_layernorm and hidden_norm are in each other's place",
+        _norms_swapped("input_layernorm", "hidden_norm"),
+    ),
+    Sabotage("eagle3", "half of o_proj zero", "rows of layers.0", _every_second_row_zero("o_proj")),
+    Sabotage(
+        "eagle3", "half of lm_head zero", "rows of lm_head", _every_second_row_zero("lm_head")
+    ),
+    Sabotage(
+        "mtp", "enorm, hnorm swapped", "enorm and hnorm are in", _norms_swapped("enorm", "hnorm")
+    ),
+    Sabotage("mtp", "eh_proj doubled", "eh_proj is too large", _scaled("eh_proj", 2)),
+    Sabotage("mtp", "half of down_proj zero", "rows of", _every_second_row_zero("down_proj")),
     Sabotage("dspark", "layer ids one too high", "one too late", _shift_dflash_layers(1)),
     Sabotage("dspark", "layer ids one too low", "one too early", _shift_dflash_layers(-1)),
     Sabotage("dspark", "last two layer ids swapped", "in each other's place", _swap_last_layers),
@@ -223,9 +265,17 @@ def _size(prompt: AcceptancePrompt) -> int:
 class Clinic:
     """The target and its texts, for many heads; prompts of `longest` characters at most."""
 
-    def __init__(self, num_prompts: int, max_tokens: int, longest: float = float("inf")):
-        model_dir, device = resolve_model(MODEL), torch.device("cpu")
-        llm = LLM(model_dir, device="cpu", dtype="float32", max_batch_size=16, max_seq_len=1024)
+    def __init__(
+        self,
+        num_prompts: int,
+        max_tokens: int,
+        longest: float = float("inf"),
+        device_name: str = "cpu",
+    ):
+        model_dir, device = resolve_model(MODEL), torch.device(device_name)
+        llm = LLM(
+            model_dir, device=device_name, dtype="float32", max_batch_size=16, max_seq_len=1024
+        )
         prompts = [prompt for prompt in load_prompts() if _size(prompt) <= longest]
         chosen = prompts[:: max(1, len(prompts) // num_prompts)][:num_prompts]  # as the command's
         outputs = llm.chat(
@@ -288,20 +338,20 @@ def _row(head: str, name: str, diagnosis: Diagnosis, is_right: bool, started: fl
 
 
 @functools.cache
-def _clinic_of(num_prompts: int, max_tokens: int) -> Clinic:
+def _clinic_of(num_prompts: int, max_tokens: int, device: str) -> Clinic:
     """Clinics of one size are the same one: its texts take a while."""
     started = time.perf_counter()
-    clinic = Clinic(num_prompts, max_tokens)
+    clinic = Clinic(num_prompts, max_tokens, device_name=device)
     judged, seconds = int(clinic.texts.loss_mask.sum()), time.perf_counter() - started
     print(f"{judged} tokens of {MODEL} in {seconds:.0f} s")
     print(f"{'head':6} {'mistake':36} {'length':>5} {'':7} {'':6}   what the doctor named")
     return clinic
 
 
-def _clinic(head: str, num_prompts: int, max_tokens: int) -> Clinic:
-    if head == "dspark":
-        return _clinic_of(min(num_prompts, DSPARK_PROMPTS), min(max_tokens, DSPARK_TOKENS))
-    return _clinic_of(num_prompts, max_tokens)
+def _clinic(head: str, num_prompts: int, max_tokens: int, device: str) -> Clinic:
+    if head == "dspark" and device == "cpu":
+        num_prompts, max_tokens = min(num_prompts, DSPARK_PROMPTS), min(max_tokens, DSPARK_TOKENS)
+    return _clinic_of(num_prompts, max_tokens, device)
 
 
 def main() -> None:
@@ -309,13 +359,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--heads", default=",".join(HEADS))
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", default="", help="mistakes whose name holds this")
     args = parser.parse_args()
 
     began = time.perf_counter()
     silent, named = [], []
     for head in args.heads.split(","):
-        clinic = _clinic(head, args.prompts, args.max_tokens)
+        clinic = _clinic(head, args.prompts, args.max_tokens, args.device)
         started = time.perf_counter()
         diagnosis = clinic.examine(head)
         silent.append(is_silent(diagnosis))
