@@ -227,7 +227,7 @@ SABOTAGES = [
         "input_layernorm and hidden_norm are in each other's place",
         _norms_swapped("input_layernorm", "hidden_norm"),
     ),
-    Sabotage("eagle3", "half of o_proj zero", "rows of layers.0", _every_second_row_zero("o_proj")),
+    Sabotage("eagle3", "half of o_proj zero", "rows of midlayer", _every_second_row_zero("o_proj")),
     Sabotage(
         "eagle3", "half of lm_head zero", "rows of lm_head", _every_second_row_zero("lm_head")
     ),
