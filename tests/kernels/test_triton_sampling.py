@@ -177,6 +177,38 @@ def test_filters(top_k: int, top_p: float, has_ties: bool) -> None:
     torch.testing.assert_close(sums.cpu(), weights.sum(1), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("capacity", [48, 200, 1024])
+@pytest.mark.parametrize("tried", [2, 8, 64])
+def test_top_p_where_likely_tokens_are_in_few_parts(
+    monkeypatch: pytest.MonkeyPatch, capacity: int, tried: int
+) -> None:
+    """As of vocabularies in the order of frequency: the parts' largest logits alone weigh less."""
+    monkeypatch.setattr(triton_filter, "CAPACITY", capacity)
+    monkeypatch.setattr(triton_filter, "TRIED_PARTS", tried)
+    ps = torch.tensor([0.3, 0.6, 0.8, 0.9, 0.95, 0.99, 0.999])
+    count, vocab = len(ps), 1024 - 5
+    logits = random_normal(count, vocab, seed=tried)
+    logits[:, :32] += 4
+    logits[:, 64:128] += 2
+    ks, temperatures = torch.zeros(count, dtype=torch.int32), torch.linspace(0.9, 1.3, count)
+    kept = filter_logits(logits / temperatures[:, None], ks, ps) > float("-inf")
+    assert kept.sum(1).tolist() == sorted(kept.sum(1).tolist()) and int(kept[-1].sum()) > 200
+    ours, _ = kept_by_kernels(*(x.to(DEVICE) for x in (logits, temperatures, ks, ps)))
+    assert torch.equal(ours.cpu(), kept)
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-6, 1e6])
+def test_top_p_at_the_ends_of_temperature(temperature: float) -> None:
+    logits = random_normal(2, V, seed=3)
+    logits[1, 7] = logits[1, 9] = 9.0  # at the least temperatures the first of these alone
+    ks, temperatures = torch.zeros(2, dtype=torch.int32), torch.full((2,), temperature)
+    given = logits, temperatures, ks, torch.full((2,), 0.5)
+    ours, sums = kept_by_kernels(*(x.to(DEVICE) for x in given))
+    assert bool(sums.isfinite().all())
+    expected = 1 if temperature < 1 else V // 2
+    assert all(abs(n - expected) <= expected // 50 for n in ours.sum(1).tolist())
+
+
 def test_top_p_that_rounds_to_all_keeps_to_top_k() -> None:
     """In rows whose 50 kept logits weigh, as they are summed, less than 0.9999999 of that sum."""
     logits = (2 * random_normal(24, V, seed=2))[[4, 13, 22]].to(torch.bfloat16).to(DEVICE)

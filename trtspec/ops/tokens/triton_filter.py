@@ -20,8 +20,13 @@ from .triton_stats import LOW_BITS, Rows, clean, divisor_of, key_of, row_total, 
 
 CAPACITY = 8192
 """Candidates of a row that the filters can put aside; with more they search the whole row."""
+TRIED_PARTS = 64
+"""How many parts reach the first key tried for top-p, if the parts' largest weigh too little."""
 FILTER_WARPS = 8
 _GROUP = 64  # parts that the filters read at a time
+_LEAST_TEMPERATURE = tl.constexpr(1e-30)
+_BLOCK, _WHOLE_BLOCK = tl.constexpr(1024), tl.constexpr(2048)
+"""Values that a search reads at a time, among candidates and in a whole row."""
 
 
 class _Scratch(NamedTuple):
@@ -41,6 +46,7 @@ class _Sizes(NamedTuple):
     PART: int
     PARTS: int
     GROUP: int
+    TRIED: int
     CHUNKS: int
     LOW_BITS: int
 
@@ -54,9 +60,9 @@ class _Values(NamedTuple):
 
 
 class _Scale(NamedTuple):
-    """A logit x weighs exp((x - base) / temperature)."""
+    """A logit x weighs exp((x - base) * rate)."""
 
-    temperature: float
+    rate: float  # 1 / temperature
     base: float
 
 
@@ -89,6 +95,7 @@ def _filter(rows: Rows, parts: Tensor, sampling: SamplingMetadata, launch: dict[
         PART=triton_stats.PART,
         PARTS=triton.next_power_of_2(num_parts),
         GROUP=_GROUP,
+        TRIED=min(TRIED_PARTS, num_parts),
         CHUNKS=triton.next_power_of_2(rows.chunks),
         LOW_BITS=LOW_BITS[rows.logits.dtype],
     )
@@ -105,18 +112,18 @@ def _filter(rows: Rows, parts: Tensor, sampling: SamplingMetadata, launch: dict[
 
 @triton.jit
 def _filter_kernel(rows, top_k_ptr, top_p_ptr, scratch, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Filters one row in two passes.
+    """Filters one row.
 
-    The largest logits of all parts give a lower bound of what passes: the largest key that k of
-    them reach (top-k), or that some of them reach which together weigh top_p. A key below which
-    everything together weighs less than 1 - top_p is a bound too. Logits above the bound are copied
-    aside as candidates, from the parts that have any. The search goes on among these.
+    What passes is above some key that the largest logits of all parts tell. Logits above it are
+    copied aside as candidates, from the parts that have any, and the search goes on among these.
+
+    - top-k: the largest key that k of the parts' largest reach.
+    - top-p: the largest key such that some of them reach it which together weigh top_p. They need
+      not: many likely tokens may be in one part. Then keys are tried that four times as many parts
+      reach as the one before, until the candidates weigh enough. A key below which everything
+      together weighs less than 1 - top_p is always low enough.
     """
     after_previous(PDL)
-    CAPACITY: tl.constexpr = SIZES.CAPACITY
-    PART: tl.constexpr = SIZES.PART
-    PARTS: tl.constexpr = SIZES.PARTS
-    GROUP: tl.constexpr = SIZES.GROUP
     LOW_BITS: tl.constexpr = SIZES.LOW_BITS
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(rows.temperatures + row)
@@ -126,55 +133,98 @@ def _filter_kernel(rows, top_k_ptr, top_p_ptr, scratch, SIZES: tl.constexpr, PDL
     lowest = key_of(tl.full([], float("-inf"), tl.float32), LOW_BITS)
     threshold, last, kept = lowest, 0x7FFFFFFF, total
     if (temperature > 0) & ((top_k > 0) | (top_p < 1.0)):
-        num_parts = scratch.num_parts
-        parts_ptr = scratch.parts + row * num_parts
-        largest, scale = _Values(parts_ptr, None, num_parts), _Scale(temperature, base)
-        highest = key_of(base, LOW_BITS)
-        bound = lowest
+        num_parts, parts_ptr = scratch.num_parts, scratch.parts + row * scratch.num_parts
+        largest = _Values(parts_ptr, None, num_parts)
+        scale = _Scale(1.0 / tl.maximum(temperature, _LEAST_TEMPERATURE), base)
+        highest, wanted = key_of(base, LOW_BITS), top_p * total
+        i = tl.arange(0, SIZES.PARTS)
+        parts = tl.load(parts_ptr + i, mask=i < num_parts, other=float("inf"))
+        sure = lowest  # nothing below this key passes
+        bound, tried = sure, tl.zeros([], tl.int32) + SIZES.TRIED
         if top_k > 0:
-            if top_k <= num_parts:
-                wanted = top_k.to(tl.float32)
-                bound, _ = _between(
-                    largest, lowest, highest + 1, wanted, scale, True, LOW_BITS, PARTS
-                )
+            tried = top_k
         else:
-            below, _ = _between(
-                largest, lowest - 1, highest, top_p * total, scale, False, LOW_BITS, PARTS
-            )
             far = base + temperature * tl.log(0.5 * (1.0 - top_p) * total / rows.vocab)
-            bound = tl.maximum(below + 1, key_of(far, LOW_BITS))
-        i = tl.arange(0, PARTS)
-        parts = tl.load(parts_ptr + i, mask=i < num_parts, other=float("-inf"))
-        is_live = (key_of(parts, LOW_BITS) >= bound) & (i < num_parts)
-        order = tl.cumsum(is_live.to(tl.int32), 0) - 1
-        tl.store(scratch.live + row * num_parts + order, i, mask=is_live)
-        num_live = tl.sum(is_live.to(tl.int32), 0)
-        tl.debug_barrier()  # other threads' stores must be done
-        count = 0
-        for start in range(0, num_live, GROUP):
-            j = start + tl.arange(0, GROUP)
-            live_ptr = scratch.live + row * num_parts
-            part = tl.load(live_ptr + j, mask=j < num_live, other=num_parts)
-            v = tl.reshape(part[:, None] * PART + tl.arange(0, PART)[None, :], [GROUP * PART])
-            logits_ptr = rows.logits + row * rows.stride
-            x = clean(tl.load(logits_ptr + v, mask=v < rows.vocab, other=float("-inf")))
-            is_candidate = (key_of(x, LOW_BITS) >= bound) & (v < rows.vocab)
-            entry = count + tl.cumsum(is_candidate.to(tl.int32), 0) - 1
-            fits = is_candidate & (entry < CAPACITY)
-            tl.store(scratch.candidates + row * CAPACITY + entry, x, mask=fits)
-            tl.store(scratch.indices + row * CAPACITY + entry, v, mask=fits)
-            count += tl.sum(is_candidate.to(tl.int32), 0)
-        tl.debug_barrier()
-        if count <= CAPACITY:
-            offset = row * CAPACITY
+            sure = key_of(far, LOW_BITS)
+            below, _ = _between(
+                largest, lowest - 1, highest, wanted, scale, False, LOW_BITS, SIZES.PARTS
+            )
+            if below >= lowest:
+                bound = tl.maximum(below + 1, sure)
+                sure, tried = bound, 0
+        count, is_done = 0, False
+        while not is_done:
+            if tried > num_parts:
+                bound = sure
+            elif tried > 0:
+                reached = tried.to(tl.float32)
+                bound, _ = _between(
+                    largest, lowest, highest + 1, reached, scale, True, LOW_BITS, SIZES.PARTS
+                )
+                bound = tl.maximum(bound, sure)
+            count, mass = _copy_aside(rows, row, parts, scratch, bound, scale, SIZES)
+            is_done = (top_k > 0) | (bound <= sure) | (mass >= wanted) | (count > SIZES.CAPACITY)
+            tried = tl.where(tried < num_parts, tl.minimum(4 * tried, num_parts), num_parts + 1)
+        if top_k > 0:
+            sure = bound
+        if count <= SIZES.CAPACITY:
+            offset = row * SIZES.CAPACITY
             found = _Values(scratch.candidates + offset, scratch.indices + offset, count)
-            threshold, last, kept = _search(found, top_k, top_p, scale, total, bound, LOW_BITS)
+            threshold, last, kept = _search(
+                found, top_k, top_p, scale, total, bound, LOW_BITS, _BLOCK
+            )
         else:
             whole = _Values(rows.logits + row * rows.stride, None, rows.vocab)
-            threshold, last, kept = _search(whole, top_k, top_p, scale, total, bound, LOW_BITS)
+            threshold, last, kept = _search(
+                whole, top_k, top_p, scale, total, sure, LOW_BITS, _WHOLE_BLOCK
+            )
     tl.store(rows.threshold + row, threshold)
     tl.store(rows.last + row, last)
     tl.store(rows.kept + row, kept)
+
+
+@triton.jit
+def _copy_aside(rows, row, parts, scratch, bound, scale, SIZES: tl.constexpr):
+    """Copies a row's logits from a key on to the scratch memory.
+
+    Args:
+        parts: [PARTS], the largest logit of every part.
+
+    Returns:
+        (their number, their weight). With more than CAPACITY the rest is not looked at.
+    """
+    CAPACITY: tl.constexpr = SIZES.CAPACITY
+    PART: tl.constexpr = SIZES.PART
+    GROUP: tl.constexpr = SIZES.GROUP
+    num_parts, live_ptr = scratch.num_parts, scratch.live + row * scratch.num_parts
+    i = tl.arange(0, SIZES.PARTS)
+    is_live = (key_of(parts, SIZES.LOW_BITS) >= bound) & (i < num_parts)
+    tl.debug_barrier()  # other threads' loads of a try before must be done
+    tl.store(live_ptr + tl.cumsum(is_live.to(tl.int32), 0) - 1, i, mask=is_live)
+    num_live = tl.sum(is_live.to(tl.int32), 0)
+    tl.debug_barrier()  # other threads' stores must be done
+    count, start, mass = 0, 0, 0.0
+    while (start < num_live) & (count <= CAPACITY):
+        j = start + tl.arange(0, GROUP)
+        part = tl.load(live_ptr + j, mask=j < num_live, other=num_parts)
+        v = tl.reshape(part[:, None] * PART + tl.arange(0, PART)[None, :], [GROUP * PART])
+        logits_ptr = rows.logits + row * rows.stride
+        x = clean(tl.load(logits_ptr + v, mask=v < rows.vocab, other=float("-inf")))
+        is_candidate = (key_of(x, SIZES.LOW_BITS) >= bound) & (v < rows.vocab)
+        entry = count + tl.cumsum(is_candidate.to(tl.int32), 0) - 1
+        fits = is_candidate & (entry < CAPACITY)
+        tl.store(scratch.candidates + row * CAPACITY + entry, x, mask=fits)
+        tl.store(scratch.indices + row * CAPACITY + entry, v, mask=fits)
+        count += tl.sum(is_candidate.to(tl.int32), 0)
+        mass += tl.sum(tl.where(is_candidate, _weight_of(x, scale), 0.0), 0)
+        start += GROUP
+    tl.debug_barrier()
+    return count, mass
+
+
+@triton.jit
+def _weight_of(x, scale):
+    return tl.exp((x - scale.base) * scale.rate)
 
 
 @triton.jit
@@ -196,18 +246,18 @@ def _between(
     low, high = low.to(tl.int64), high.to(tl.int64)
     i = tl.arange(0, 8)
     while low + 1 < high:
-        tried = low + ((high - low) * i >> 3)  # the first is low itself, which is known
-        sums = tl.zeros([8], tl.float32)
+        tried = (low + ((high - low) * i >> 3)).to(tl.int32)  # the first is low, which is known
+        sums = tl.zeros([BLOCK, 8], tl.float32)  # added up at the end: that has threads wait
         for start in range(0, values.length, BLOCK):
             x = _values_at(values, start, BLOCK)
-            keys = key_of(x, LOW_BITS).to(tl.int64)[:, None]
+            keys = key_of(x, LOW_BITS)[:, None]
             if COUNTS:
                 weights = tl.where(keys >= tried[None, :], 1.0, 0.0)
             else:
-                weight = tl.exp((x - scale.base) / scale.temperature)[:, None]
+                weight = _weight_of(x, scale)[:, None]
                 weights = tl.where(keys > tried[None, :], weight, 0.0)
-            sums += tl.sum(weights, 0)
-        reached = tl.sum(((sums >= wanted) | (i == 0)).to(tl.int64), 0)
+            sums += weights
+        reached = tl.sum(((tl.sum(sums, 0) >= wanted) | (i == 0)).to(tl.int64), 0)
         width = high - low
         high = low + (width * reached >> 3)
         low += width * (reached - 1) >> 3
@@ -215,13 +265,12 @@ def _between(
 
 
 @triton.jit
-def _search(values, top_k, top_p, scale, total, bound, LOW_BITS: tl.constexpr):
+def _search(values, top_k, top_p, scale, total, bound, LOW_BITS: tl.constexpr, BLOCK: tl.constexpr):
     """Returns (smallest key that passes, last index at which it passes, sum of what passes).
 
     Nothing below the bound passes. Without top-k `total` is the sum over all logits, not over these
     values alone.
     """
-    BLOCK: tl.constexpr = 1024
     highest = key_of(scale.base, LOW_BITS)
     threshold, equals, room, kept = bound, 0, 0x7FFFFFFF, total
     if top_k > 0:
@@ -275,7 +324,7 @@ def _around(values, key, scale, LOW_BITS: tl.constexpr, BLOCK: tl.constexpr):
         inside = start + tl.arange(0, BLOCK) < values.length
         above += (keys > key).to(tl.int32)
         equals += ((keys == key) & inside).to(tl.int32)
-        mass += tl.where(keys > key, tl.exp((x - scale.base) / scale.temperature), 0.0)
+        mass += tl.where(keys > key, _weight_of(x, scale), 0.0)
         value = tl.maximum(value, tl.max(tl.where(keys == key, x, float("-inf")), 0))
-    weight = tl.exp((value - scale.base) / scale.temperature)
+    weight = _weight_of(value, scale)
     return tl.sum(above, 0), tl.sum(equals, 0), weight, tl.sum(mass, 0)
