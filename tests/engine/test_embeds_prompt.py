@@ -21,6 +21,7 @@ from embeds import (
     vl_model_dir,
     vl_with_mtp,
 )
+from last_rows import watch_last_rows
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model_dir
 from tiny_heads import eagle3_dir, mtp_model_dir, p_eagle_dir
@@ -65,6 +66,28 @@ def test_positions_of_three_axes_equal_transformers(
         assert mixed.outputs[0].token_ids == expected, name
         alone = llm.generate(text, params)
         assert plain.outputs[0].token_ids == alone.outputs[0].token_ids, name
+
+
+def test_a_prompt_that_ends_with_an_image_stands_where_it_is(
+    vl_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last row alone would be taken for a generation's, behind the text before."""
+    prompt = embeds_prompt(
+        prompt_token_ids=PROMPT[:-1],
+        is_embed=MASK[:-1],
+        mrope_positions=mrope_positions_of_prompt()[:, :-1],
+    )
+
+    def first_token() -> tuple[int, float]:
+        llm = LLM(vl_dir, device="cpu", dtype="float32", max_seq_len=64)
+        output = llm.generate(prompt, SamplingParams(max_tokens=1, logprobs=1)).outputs[0]
+        assert output.logprobs is not None
+        return output.token_ids[0], output.logprobs[0][output.token_ids[0]].logprob
+
+    token, logprob = first_token()
+    passes = watch_last_rows(monkeypatch)
+    assert first_token() == (token, pytest.approx(logprob, abs=1e-4))
+    assert not passes
 
 
 def test_the_older_form_is_read_too(vl_dir: Path, tmp_path: Path) -> None:

@@ -505,6 +505,25 @@ def test_a_stop_check_that_raises_fails_its_request_only(
     assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2
 
 
+def test_what_follows_a_cancel_in_a_run_of_drafts_is_dropped(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "3")
+    llm = cpu_engine(target_dir, NGramDecodingConfig(max_draft_len=3))
+    executor = llm.executor
+
+    def check(request: Any) -> bool:
+        if len(request.output_token_ids) == 3:
+            executor.cancel(request.request_id)
+        return False
+
+    executor.stop_check = check
+    request = executor.enqueue([1, 2], SamplingParams(max_tokens=9, ignore_eos=True, logprobs=1))
+    executor.run_until_done()
+    assert request.finish_reason == "cancelled"
+    assert len(request.output_token_ids) == len(request.logprobs or []) == 3
+
+
 def test_token_0_after_a_part_of_a_prompt_is_no_end_of_it(target_dir: Path, oracle: Oracle) -> None:
     config = NGramDecodingConfig(max_draft_len=2)
     llm = cpu_engine(target_dir, config, chunk=6, max_batch_size=2)

@@ -8,6 +8,7 @@ end as if nothing had happened.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -21,6 +22,7 @@ from tiny_heads import eagle3_dir
 
 from trtspec import LLM, EagleDecodingConfig, KvCacheConfig, NGramDecodingConfig, SamplingParams
 from trtspec.config import UserProvidedDecodingConfig
+from trtspec.executor.book import RequestBook
 from trtspec.executor.request import Request
 
 
@@ -104,6 +106,31 @@ def test_an_interrupt_at_any_line_of_a_step_loses_nothing(
             begin(llm)  # an exception forgets all prefixes: later ones shall meet the same lines
             finish(llm)
     assert raised * every > 250 and raised > 0.97 * len(places), "some lines are run once an engine"
+
+
+def test_what_was_added_of_a_step_is_taken_back_whole(target_dir: Path) -> None:
+    """An interrupt behind the last token, before the step counts as read: what stands beside the
+    tokens, and a stop string that was found, are the next try's again."""
+    llm = _engine(target_dir, "ngram", True)
+    lines = inspect.getsourcelines(RequestBook.add_tokens)
+    here = next(i for i, line in enumerate(lines[0], lines[1]) if "request.num_read = " in line)
+    place = inspect.getfile(RequestBook), here
+    for after in range(12):
+        runs = []
+        for is_interrupted in (False, True):
+            requests = begin(llm)
+            for request in requests:
+                request.sources = [0] * len(request.output_token_ids)
+            try:
+                with RaiseAtLine(place if is_interrupted else None, KeyboardInterrupt, after):
+                    finish(llm)
+            except KeyboardInterrupt:
+                finish(llm)
+            runs.append(requests)
+        check(llm, runs[1], runs[0], after)
+        for request in runs[1]:
+            assert request.sources is not None
+            assert len(request.sources) == len(request.output_token_ids), after
 
 
 @pytest.mark.slow

@@ -90,9 +90,10 @@ def test_outputs_and_statistics_say_what_was_found(target_dir: Path) -> None:
 def test_a_preempted_prompt_is_counted_once(target_dir: Path) -> None:
     llm = cpu_engine(target_dir, None, kv_cache_config=cache_config(8 * PAGE))
     prompts = [[3 + i, *PROMPT[:20]] for i in range(3)]
-    llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
     stats = llm.stats()
     assert stats.num_preemptions > 0
+    assert [output.cached_tokens for output in outputs] == [0, 0, 0]
     assert stats.prefix_cache.queried_tokens == sum(map(len, prompts))
     assert stats.prefix_cache.hit_tokens == 0, "what it finds of itself later does not count"
 

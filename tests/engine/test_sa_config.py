@@ -141,6 +141,18 @@ def test_texts_are_those_of_greedy_decoding(
     assert llm.stats().num_looked_up_drafts == 0
 
 
+def test_drafts_after_a_part_of_a_prompt_are_not_counted(
+    target_dir: Path, drafters: Drafters
+) -> None:
+    config = config_of("eagle3", K, drafters, sa_config=lookup_of(threshold=1))
+    counts = []
+    for chunk in (None, 8):
+        llm = cpu_engine(target_dir, config, chunk=chunk, overlap=False, max_batch_size=2)
+        llm.generate([3, 4, 5] * 10, SamplingParams(max_tokens=8, ignore_eos=True))
+        counts.append(llm.stats().num_looked_up_drafts)
+    assert counts[0] == counts[1] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", IN_STEP if full() else ["eagle3", "mtp", "pard", "dflash"])
 def test_the_network_drafts_as_it_would_alone(

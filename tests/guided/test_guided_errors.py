@@ -181,6 +181,50 @@ def test_compiling_holds_no_other_request_up(llm: LLM, monkeypatch: pytest.Monke
     assert not executor.book.held and not executor.guide.compiling
 
 
+def test_an_interrupt_does_not_start_a_request_without_its_grammar(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, compiled = threading.Event(), GrammarCompiler._compiled
+
+    def slow(self: GrammarCompiler, params: GuidedDecodingParams) -> Any:
+        go_on.wait(30)
+        return compiled(self, params)
+
+    def interrupt(request: Any) -> bool:
+        executor.stop_check = None
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GrammarCompiler, "_compiled", slow)
+    executor = llm.executor
+    held = executor.enqueue(PROMPT, guided(choice=["abc"]))
+    free = executor.enqueue(PROMPT, SamplingParams(max_tokens=8, ignore_eos=True))
+    executor.stop_check = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        executor.run_until_done()
+    while not free.is_finished:
+        executor.step()
+    assert not held.is_finished and not held.output_token_ids
+    go_on.set()
+    executor.run_until_done()
+    assert held.finish_reason == "stop"
+    assert llm.tokenizer.decode(held.output_token_ids, skip_special_tokens=True) == "abc"
+
+
+def test_each_grammar_of_a_step_has_the_whole_time(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = Grammar.fill
+
+    def slow(self: Grammar, *arguments: Any) -> Any:
+        time.sleep(0.1)
+        return fill(self, *arguments)
+
+    monkeypatch.setattr(Grammar, "fill", slow)
+    monkeypatch.setattr(guided_batch, "MASK_SECONDS", 0.25)
+    outputs = llm.generate([PROMPT] * 4, guided(choice=["ab"]))
+    assert [output.outputs[0].finish_reason for output in outputs] == ["stop"] * 4
+
+
 def test_a_grammar_that_compiles_too_long_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(guide, "COMPILE_SECONDS", 0.2)

@@ -67,6 +67,14 @@ def test_logits_equal_transformers(tmp_path: Path, overrides: dict[str, Any]) ->
     assert spread > 0.5 and error < 1e-4
 
 
+@pytest.mark.parametrize("interleave", [None, False, True])
+def test_the_order_of_a_rotation_as_a_file_says_it(tmp_path: Path, interleave: bool | None) -> None:
+    path = tiny_model_dir(tmp_path, "deepseek_v3")
+    _set_config(path, rope_interleave=interleave)
+    error, _ = logit_error(path, _texts(97))
+    assert error < 1e-4
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("q_lora_rank", [None, 24])
 def test_decoding_step_by_step_equals_prefill(

@@ -202,6 +202,15 @@ def test_gemma4_keys_are_values_only_where_said(tmp_path: Path) -> None:
             }},
             "only with rope_type 'proportional'",
         ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {
+                S: {"rope_type": "default", "rope_theta": 300.0},
+                F: {"rope_type": "yarn", "rope_theta": 900.0, "factor": 4.0,
+                    "original_max_position_embeddings": 64, "truncate": False},
+            }},
+            "truncate=False in rope_parameters of 'full_attention'.* Remove it",
+        ),
     ],
 )  # fmt: skip
 def test_refusals(tmp_path: Path, family: str, change: dict[str, Any], message: str) -> None:

@@ -284,10 +284,11 @@ def _check(
     allowed = {"lm_head.weight"} if config.tie_word_embeddings else set()
     surplus = [
         name
-        for name in sources
+        for name, source in sources.items()
         if name not in placement_of
         and name not in allowed
         and not name.endswith("rotary_emb.inv_freq")
+        and 0 not in source.shape  # as of 0 shared experts
         and not is_declared_mtp_tensor(name, config)
         and not _makes_unread_kv(name, config)
     ]

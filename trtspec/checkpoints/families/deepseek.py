@@ -45,7 +45,7 @@ def _latent_attention(hf: Any, where: Path) -> MLAConfig:
     return MLAConfig(
         **{name: getattr(hf, name) for name in sizes},
         softmax_scale=_softmax_scale(hf, where),
-        rope_interleave=hf.rope_interleave is not False,
+        rope_interleave=bool(hf.rope_interleave),
     )
 
 

@@ -104,6 +104,12 @@ def _by_type(hf: Any, where: Path, fields: dict[str, dict[str, Any]]) -> dict[st
                 f"{where}: rope_parameters of {name!r} are {rope!r}. Give a rope_type, and a "
                 "partial_rotary_factor only with rope_type 'proportional'."
             )
+        if rope.get("truncate", True) is not True:
+            raise CheckpointError(
+                f"{where}: truncate={rope['truncate']!r} in rope_parameters of {name!r}: "
+                "transformers ignores it there, so what the model was made with is not known. "
+                "Remove it."
+            )
     types = tuple(hf.layer_types)
     return {"layer_types": types, "type_fields": fields, **fields[types[-1]]}
 
