@@ -436,6 +436,15 @@ def test_a_broken_file_of_rates_is_ignored(
     assert load_rates(path) == {True: [1.0, 0.5, 0.0]}
 
 
+def test_rates_of_a_kind_that_was_not_seen_stay(tmp_path: Path) -> None:
+    path = tmp_path / "times.rates"
+    save_rates(path, {True: [0.5, 0.25]})
+    save_rates(path, {True: [], False: [0.75]})
+    assert load_rates(path) == {True: [0.5, 0.25], False: [0.75]}
+    save_rates(path, {True: [1.0], False: []})
+    assert load_rates(path) == {True: [1.0], False: [0.75]}
+
+
 def batch_of(*requests: Any) -> ScheduledBatch:
     return ScheduledBatch([], list(requests))
 

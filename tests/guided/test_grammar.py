@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trtspec import GuidedDecodingParams
 from trtspec.guided.compiler import GrammarCompiler
-from trtspec.guided.grammar import MAX_WHITE_SPACE, Grammar, Masks, Without
+from trtspec.guided.grammar import MAX_WHITE_SPACE, Grammar, Masks, WhiteSpace, Without
 from trtspec.ops.tokens.bitmask import mask_logits
 
 
@@ -326,3 +326,11 @@ def test_white_space_between_values_is_limited(compiler: GrammarCompiler, space:
     inside.follow([texts.index(c) for c in '{"a":"'] + [texts.index(" ")] * MAX_WHITE_SPACE)
     inside.fill(masks, 0, [])
     assert not inside.is_broken and texts.index(" ") in tokens_of(masks)[0]
+
+
+def test_white_space_is_counted_in_characters_from_the_end() -> None:
+    space = WhiteSpace({3: 1, 4: 8}, line_break=3, others=Without.of([3, 4]))
+    for before in ([], [9], [4, 4, 4, 4, 4, 9]):  # there may be nothing else
+        assert not space.has_enough(before) and not space.has_enough([*before, 3])
+        assert not space.has_enough([*before, 4, 4, 4, 4] + [3] * 7)
+        assert space.has_enough([*before, 4, 4, 4, 4] + [3] * 8)

@@ -197,6 +197,27 @@ def test_top_p_where_likely_tokens_are_in_few_parts(
     assert torch.equal(ours.cpu(), kept)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("capacity", [300, 1000])
+def test_top_p_of_flat_rows(
+    monkeypatch: pytest.MonkeyPatch, capacity: int, dtype: torch.dtype
+) -> None:
+    """Of which so many logits are candidates that the range is narrowed first, or not enough."""
+    monkeypatch.setattr(triton_filter, "CAPACITY", capacity)
+    ps = torch.tensor([0.2, 0.5, 0.7, 0.9, 0.95, 0.999])
+    logits = (0.5 * random_normal(len(ps), 4000, seed=1)).to(dtype)
+    logits[1] = logits[1].round()  # three quarters are 0
+    logits[2, ::3] = -torch.inf
+    temperatures = torch.linspace(0.7, 1.3, len(ps))
+    ks, scaled = torch.zeros(len(ps), dtype=torch.int32), logits.float() / temperatures[:, None]
+    kept = filter_logits(scaled.double(), ks, ps.double()) > float("-inf")
+    weights = (scaled - scaled.amax(1, keepdim=True)).double().exp() * kept
+    ours, sums = kept_by_kernels(*(x.to(DEVICE) for x in (logits, temperatures, ks, ps)))
+    differing = (ours.cpu() != kept).sum(1)
+    assert int(differing.max()) <= 1, differing  # a sum of 4,000 weights, rounded
+    torch.testing.assert_close(sums.double().cpu(), weights.sum(1), atol=0, rtol=2e-3)
+
+
 @pytest.mark.parametrize("temperature", [1e-38, 1e-6, 1e6])
 def test_top_p_at_the_ends_of_temperature(temperature: float) -> None:
     logits = random_normal(2, V, seed=3)

@@ -16,6 +16,7 @@ from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, DraftTargetDecodingConfig, KvCacheConfig, SamplingParams
 from trtspec.errors import RequestError
+from trtspec.metadata.logits import MAX_ENDS
 
 
 @pytest.fixture(scope="module")
@@ -232,8 +233,10 @@ def test_ids_are_checked_against_the_model(folder: Path) -> None:
         llm.generate([1], SamplingParams(bad_token_ids=list(range(VOCAB))))
     far = SamplingParams(max_tokens=5, min_tokens=2, stop_token_ids=[5000, 2**70], ignore_eos=True)
     assert len(llm.generate([1], far).outputs[0].token_ids) == 5  # they never come anyway
-    many = SamplingParams(max_tokens=5, min_tokens=2, stop_token_ids=list(range(40)))
-    with pytest.raises(RequestError, match="at most 32"):
+    most = replace(far, max_tokens=2, stop_token_ids=list(range(MAX_ENDS)))
+    assert min(llm.generate([1], most).outputs[0].token_ids) >= MAX_ENDS
+    many = replace(far, stop_token_ids=list(range(MAX_ENDS + 1)))
+    with pytest.raises(RequestError, match=f"33 end tokens: at most {MAX_ENDS}"):
         llm.generate([1], many)
 
 

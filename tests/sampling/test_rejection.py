@@ -138,6 +138,25 @@ def test_of_a_draft_that_is_certain_nothing_else_is_likely(target_ids: Tensor | 
     torch.testing.assert_close(q, expected)
 
 
+def test_where_nothing_is_left_of_p_the_token_is_drawn_from_p() -> None:
+    """The drafts were rejected, and q is p but for rounding: slightly above it everywhere."""
+    rows = 20
+    q = torch.tensor([0.0, 0.5, 0.5, 0.0])
+    drafts = torch.ones(rows, 1, dtype=torch.int32)
+    drawn_from = rejection.DraftDistributions(
+        logits=q.log().repeat(rows, 1, 1), log_q=torch.full((rows, 1), 0.5).log(),
+        target_ids=None, certain=torch.full((rows, 1), -1),
+    )  # fmt: skip
+    sampling = SamplingMetadata(
+        torch.ones(2 * rows), torch.zeros(2 * rows, dtype=torch.int32), torch.ones(2 * rows),
+        torch.arange(2 * rows) // 2, torch.arange(2 * rows), has_filters=False,
+    )  # fmt: skip
+    log_p = (q * (1 - 1e-6)).log().repeat(rows, 2, 1)
+    count, scale = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
+    tokens = rejection._next_token(log_p, drafts, drawn_from, sampling, count, scale)
+    assert set(tokens.tolist()) == {1, 2}
+
+
 def test_a_nan_flags_its_request_alone() -> None:
     worker = make_worker("rejection", None)
     logits = torch.zeros(2 * (K + 1), V)

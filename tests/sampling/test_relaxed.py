@@ -201,6 +201,22 @@ def test_an_end_marker_stops_relaxing_from_the_next_step_on() -> None:
     assert lens.tolist() == [1, 1]
 
 
+def test_a_sample_inside_a_prompt_ends_nothing() -> None:
+    """Of a chunk of it: the sample is thrown away. After the last chunk it is output."""
+    worker = MTPEagleWorker(_config(2))
+    state = worker.allocate_state(1, 32, torch.device("cpu"))
+    worker.admit(state, 0, [BEGIN, 1, 5, 6])
+    logits = torch.nn.functional.one_hot(torch.tensor([END]), 97).float()
+    (deltas,) = state.values()
+    for following, delta in ((5, 1.0), (-1, NOT_THINKING)):
+        spec = SpecMetadata(
+            max_num_requests=1, max_draft_len=2, max_total_draft_tokens=2,
+            slot_ids=torch.tensor([0]), state=state, next_prompt_tokens=torch.tensor([following]),
+        )  # fmt: skip
+        worker.sample_and_accept_draft_tokens(logits, torch.zeros(0, 2), 1, 1, spec)
+        assert float(deltas[0]) == delta
+
+
 def test_a_grammar_forbids_relaxed_drafts_too() -> None:
     class OnlyTwo:
         def execute(self, logits: torch.Tensor) -> None:

@@ -348,6 +348,21 @@ def test_abort_ends_one_request(model_dir: Path, reference: LLM) -> None:
     run(model_dir, test)
 
 
+def test_a_completion_that_is_ended_is_cancelled_alone(model_dir: Path) -> None:
+    params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=1.0, seed=1, n=2)
+
+    async def test(llm: AsyncLLM) -> None:
+        stream = llm.generate(PROMPTS[0], params)
+        await anext(stream)
+        stream.end(0)
+        while await stream.pieces():
+            pass
+        await rest(llm)
+        assert [request.finish_reason for request in stream.requests] == ["cancelled", "length"]
+
+    run(model_dir, test)
+
+
 @pytest.mark.parametrize("how", ["drop", "close", "cancel", "break", "cancel before"])
 def test_a_reader_that_goes_away_aborts_its_request(model_dir: Path, how: str) -> None:
     async def test(llm: AsyncLLM) -> None:

@@ -29,6 +29,7 @@ from trtspec.serving.channel import Ask, Settings, Stop, Tokens, Unpacker, packe
 from trtspec.serving.config import ServerConfig
 from trtspec.serving.engine_host import EngineHost, Sent, SocketPort
 from trtspec.serving.processes import HttpProcess
+from trtspec.serving.remote_llm import RemoteLLM
 
 
 @pytest.fixture
@@ -193,14 +194,36 @@ def test_a_remote_engine_is_used_as_one_of_this_process(model_dir: Path) -> None
         assert await engine.abort(first.request_id)
         assert [output async for output in stream][-1].outputs[0].finish_reason == "cancelled"
         assert not await engine.abort(first.request_id)
-        task = asyncio.ensure_future(engine.generate("a", greedy(200)).start())
-        while not engine._replies:
-            await asyncio.sleep(0)
-        task.cancel()  # while the engine's process makes the request
 
     try:
         in_loop(served, work())
         served.wait_for_rest()
+    finally:
+        served.close()
+
+
+async def ask_and_leave(engine: RemoteLLM, params: SamplingParams) -> None:
+    """Cancels a task while the engine's process makes its request."""
+    task = asyncio.ensure_future(engine.generate("a", params).start())
+    while not engine._replies:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_request_that_nobody_waits_for_is_cancelled(model_dir: Path) -> None:
+    served = Served(make_llm(model_dir))
+
+    async def work() -> None:
+        with served.llm.lock:  # no step before the engine's process has read it all
+            await ask_and_leave(served.engine, greedy(200))
+            await served.engine.metrics()
+
+    try:
+        in_loop(served, work())
+        served.wait_for_rest()
+        assert served.llm.stats().generated_tokens < 200
     finally:
         served.close()
 
@@ -210,14 +233,12 @@ def test_a_refused_request_that_nobody_waits_for_is_forgotten(model_dir: Path) -
     engine = served.engine
 
     async def work() -> None:
-        stream = engine.generate("a", SamplingParams(logit_bias={500: 1.0}))
-        task = asyncio.ensure_future(stream.start())
-        while not engine._replies:
-            await asyncio.sleep(0)
-        task.cancel()
+        await ask_and_leave(engine, SamplingParams(logit_bias={500: 1.0}))
         async with asyncio.timeout(10):
             while engine._replies or engine._feeds:
                 await asyncio.sleep(0.01)
+        assert [output async for output in engine.generate("a", greedy(4))][-1].finished
+        assert engine.failure is None
 
     try:
         in_loop(served, work())

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trtspec.api.outputs import Logprob
 from trtspec.frontend.outputs import NOTHING_NEW
-from trtspec.serving.answers import TokenTexts, logprobs_by_text
+from trtspec.serving.answers import LEAST_LOGPROB, TokenTexts, logprobs_by_text
 from trtspec.serving.token_names import TokenNames
 
 
@@ -91,6 +91,12 @@ def test_two_tokens_of_one_text_are_two_entries() -> None:
     known = {byte: Logprob(-0.5, 1), a: Logprob(-1.0, 2), 1: Logprob(-2.0, 3)}
     assert logprobs_by_text(names, known, 3) == {"a": -0.5, f"token_id:{a}": -1.0, " the": -2.0}
     assert logprobs_by_text(names, known, 1) == {"a": -0.5}
+
+
+def test_what_cannot_come_has_a_number_too() -> None:
+    """JSON has no infinity."""
+    known = {PIECES.index("a"): Logprob(float("-inf"), 1)}
+    assert logprobs_by_text(TokenNames(FALLBACK), known, 1) == {"a": LEAST_LOGPROB}
 
 
 def test_texts_of_tokens_have_what_an_end_inside_a_character_leaves() -> None:

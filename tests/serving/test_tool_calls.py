@@ -174,6 +174,7 @@ def test_nonsense_gives_the_same_in_any_pieces_and_is_not_lost(
         (HERMES, '<tool_call>["f"]</tool_call>'),
         (HERMES, '<tool_call>{"name": "f", "arguments": "no JSON"}</tool_call>'),
         (HERMES, '<tool_call>\n{"name": "f", "argu'),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "x</tool_call> y"}}'),  # no other end
         (HERMES, f'<tool_call>{{"name": "f", "arguments": {"[" * 90_000}</tool_call>'),
         (HERMES, f'<tool_call>{{"name": "f", "arguments": {{"n": {"9" * 5000}}}}}</tool_call>'),
         (FUNCTION_TAGS, "<tool_call>\n<function=f>\n<parameter=x>\n1\n</function>\n</tool_call>"),
@@ -210,6 +211,14 @@ def test_an_end_marker_inside_a_value_belongs_to_it() -> None:
         assert parsed(form, list(written(form, calls))) == ("", calls)
     text = '<|tool_call>call:run{code:<|"|>a, {b} <tool_call|><|"|>}<tool_call|>'
     assert parsed(GEMMA, list(text)) == ("", [("run", {"code": "a, {b} <tool_call|>"})])
+
+
+@pytest.mark.parametrize("form", [MISTRAL, LLAMA], ids=lambda f: f.name)
+def test_an_escaped_quote_does_not_end_its_text(form: Format) -> None:
+    """Also where its backslash is the last character that has come."""
+    calls = [("f", {"a": 'x"}y'}), ("f", {"a": "x\\"})]
+    text = written(form, calls)
+    assert parsed(form, list(text)) == parsed(form, [text]) and parsed(form, [text])[1] == calls
 
 
 @pytest.mark.parametrize("form", [HERMES, FUNCTION_TAGS, ARGUMENT_TAGS, DEEPSEEK, KIMI, GEMMA])

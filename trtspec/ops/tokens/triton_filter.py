@@ -122,6 +122,8 @@ def _filter_kernel(rows, top_k_ptr, top_p_ptr, scratch, SIZES: tl.constexpr, PDL
       not: many likely tokens may be in one part. Then keys are tried that four times as many parts
       reach as the one before, until the candidates weigh enough. A key below which everything
       together weighs less than 1 - top_p is always low enough.
+
+    A flat row has too many candidates. Then the range is narrowed that top-p's threshold lies in.
     """
     after_previous(PDL)
     LOW_BITS: tl.constexpr = SIZES.LOW_BITS
@@ -141,6 +143,7 @@ def _filter_kernel(rows, top_k_ptr, top_p_ptr, scratch, SIZES: tl.constexpr, PDL
         parts = tl.load(parts_ptr + i, mask=i < num_parts, other=float("inf"))
         sure = lowest  # nothing below this key passes
         bound, tried = sure, tl.zeros([], tl.int32) + SIZES.TRIED
+        far, above = base, 0.0
         if top_k > 0:
             tried = top_k
         else:
@@ -162,21 +165,27 @@ def _filter_kernel(rows, top_k_ptr, top_p_ptr, scratch, SIZES: tl.constexpr, PDL
                     largest, lowest, highest + 1, reached, scale, True, LOW_BITS, SIZES.PARTS
                 )
                 bound = tl.maximum(bound, sure)
-            count, mass = _copy_aside(rows, row, parts, scratch, bound, scale, SIZES)
+            count, mass = _copy_aside(rows, row, parts, scratch, bound, highest, scale, SIZES)
             is_done = (top_k > 0) | (bound <= sure) | (mass >= wanted) | (count > SIZES.CAPACITY)
             tried = tl.where(tried < num_parts, tl.minimum(4 * tried, num_parts), num_parts + 1)
+        whole = _Values(rows.logits + row * rows.stride, None, rows.vocab)
         if top_k > 0:
             sure = bound
+        elif count > SIZES.CAPACITY:
+            low, high, above = _narrow(whole, far, base, wanted, scale, _WHOLE_BLOCK)
+            bound = tl.maximum(key_of(low, LOW_BITS), sure)
+            count, _ = _copy_aside(
+                rows, row, parts, scratch, bound, key_of(high, LOW_BITS), scale, SIZES
+            )
         if count <= SIZES.CAPACITY:
             offset = row * SIZES.CAPACITY
             found = _Values(scratch.candidates + offset, scratch.indices + offset, count)
             threshold, last, kept = _search(
-                found, top_k, top_p, scale, total, bound, LOW_BITS, _BLOCK
+                found, top_k, top_p, scale, total, above, bound, LOW_BITS, _BLOCK
             )
         else:
-            whole = _Values(rows.logits + row * rows.stride, None, rows.vocab)
             threshold, last, kept = _search(
-                whole, top_k, top_p, scale, total, sure, LOW_BITS, _WHOLE_BLOCK
+                whole, top_k, top_p, scale, total, 0.0, sure, LOW_BITS, _WHOLE_BLOCK
             )
     tl.store(rows.threshold + row, threshold)
     tl.store(rows.last + row, last)
@@ -184,10 +193,11 @@ def _filter_kernel(rows, top_k_ptr, top_p_ptr, scratch, SIZES: tl.constexpr, PDL
 
 
 @triton.jit
-def _copy_aside(rows, row, parts, scratch, bound, scale, SIZES: tl.constexpr):
-    """Copies a row's logits from a key on to the scratch memory.
+def _copy_aside(rows, row, parts, scratch, bound, upper, scale, SIZES: tl.constexpr):
+    """Copies a row's logits to the scratch memory.
 
     Args:
+        bound, upper: the lowest and the highest key of what is copied.
         parts: [PARTS], the largest logit of every part.
 
     Returns:
@@ -210,7 +220,8 @@ def _copy_aside(rows, row, parts, scratch, bound, scale, SIZES: tl.constexpr):
         v = tl.reshape(part[:, None] * PART + tl.arange(0, PART)[None, :], [GROUP * PART])
         logits_ptr = rows.logits + row * rows.stride
         x = clean(tl.load(logits_ptr + v, mask=v < rows.vocab, other=float("-inf")))
-        is_candidate = (key_of(x, SIZES.LOW_BITS) >= bound) & (v < rows.vocab)
+        key = key_of(x, SIZES.LOW_BITS)
+        is_candidate = (key >= bound) & (key <= upper) & (v < rows.vocab)
         entry = count + tl.cumsum(is_candidate.to(tl.int32), 0) - 1
         fits = is_candidate & (entry < CAPACITY)
         tl.store(scratch.candidates + row * CAPACITY + entry, x, mask=fits)
@@ -220,6 +231,32 @@ def _copy_aside(rows, row, parts, scratch, bound, scale, SIZES: tl.constexpr):
         start += GROUP
     tl.debug_barrier()
     return count, mass
+
+
+@triton.jit
+def _narrow(values, low, high, wanted, scale, BLOCK: tl.constexpr):
+    """Narrows the range low … high, between which what is above falls below `wanted`.
+
+    It is cut in eight three times: in logits, whose keys are dense around 0.
+
+    Returns:
+        (low, high, the weight above the latter).
+    """
+    i, above = tl.arange(0, 8), 0.0
+    for _ in range(3):
+        tried = low + (high - low) * (i.to(tl.float32) * 0.125)
+        sums = tl.zeros([BLOCK, 8], tl.float32)
+        for start in range(0, values.length, BLOCK):
+            x = _values_at(values, start, BLOCK)
+            weight = _weight_of(x, scale)[:, None]
+            sums += tl.where(x[:, None] > tried[None, :], weight, 0.0)
+        weights = tl.sum(sums, 0)
+        reached = tl.sum(((weights >= wanted) | (i == 0)).to(tl.int32), 0)
+        low = tl.sum(tl.where(i == reached - 1, tried, 0.0), 0)
+        if reached < 8:
+            high = tl.sum(tl.where(i == reached, tried, 0.0), 0)
+            above = tl.sum(tl.where(i == reached, weights, 0.0), 0)
+    return low, high, above
 
 
 @triton.jit
@@ -265,11 +302,13 @@ def _between(
 
 
 @triton.jit
-def _search(values, top_k, top_p, scale, total, bound, LOW_BITS: tl.constexpr, BLOCK: tl.constexpr):
+def _search(
+    values, top_k, top_p, scale, total, above, bound, LOW_BITS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Returns (smallest key that passes, last index at which it passes, sum of what passes).
 
     Nothing below the bound passes. Without top-k `total` is the sum over all logits, not over these
-    values alone.
+    values alone, and `above` that of logits above these.
     """
     highest = key_of(scale.base, LOW_BITS)
     threshold, equals, room, kept = bound, 0, 0x7FFFFFFF, total
@@ -280,14 +319,14 @@ def _search(values, top_k, top_p, scale, total, bound, LOW_BITS: tl.constexpr, B
         room = top_k - number
         kept += room * weight
     if top_p < 1.0:
-        wanted, first, first_room = top_p * kept, threshold, room
+        wanted, first, first_room = top_p * kept - above, threshold, room
         _, threshold = _between(values, first - 1, highest, wanted, scale, False, LOW_BITS, BLOCK)
         threshold = tl.maximum(threshold, first)  # top_p * all may round to more than all
         number, equals, weight, kept = _around(values, threshold, scale, LOW_BITS, BLOCK)
         room = tl.where(threshold == first, first_room, equals)
         needed = tl.ceil((wanted - kept) / weight)
         room = tl.maximum(tl.minimum(needed, room.to(tl.float32)), 1.0).to(tl.int32)
-        kept += room * weight
+        kept += above + room * weight
     last = 0x7FFFFFFF
     if room < equals:  # of logits that are the same, the first
         seen = 0
