@@ -197,21 +197,23 @@ def test_top_p_where_likely_tokens_are_in_few_parts(
     assert torch.equal(ours.cpu(), kept)
 
 
+@pytest.mark.parametrize("around", [0.0, -20.0, 20.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("capacity", [300, 1000])
 def test_top_p_of_flat_rows(
-    monkeypatch: pytest.MonkeyPatch, capacity: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, capacity: int, dtype: torch.dtype, around: float
 ) -> None:
-    """Of which so many logits are candidates that the range is narrowed first, or not enough."""
+    """Of which so many logits are candidates that the range is narrowed first, or not enough. Many
+    are the same where the type has few numbers."""
     monkeypatch.setattr(triton_filter, "CAPACITY", capacity)
     ps = torch.tensor([0.2, 0.5, 0.7, 0.9, 0.95, 0.999])
-    logits = (0.5 * random_normal(len(ps), 4000, seed=1)).to(dtype)
-    logits[1] = logits[1].round()  # three quarters are 0
+    logits = (0.5 * random_normal(len(ps), 4000, seed=1) + around).to(dtype)
+    logits[1] = logits[1].round()  # three quarters are the same
     logits[2, ::3] = -torch.inf
     temperatures = torch.linspace(0.7, 1.3, len(ps))
-    ks, scaled = torch.zeros(len(ps), dtype=torch.int32), logits.float() / temperatures[:, None]
-    kept = filter_logits(scaled.double(), ks, ps.double()) > float("-inf")
-    weights = (scaled - scaled.amax(1, keepdim=True)).double().exp() * kept
+    ks, scaled = torch.zeros(len(ps), dtype=torch.int32), logits.double() / temperatures[:, None]
+    kept = filter_logits(scaled, ks, ps.double()) > float("-inf")
+    weights = (scaled - scaled.amax(1, keepdim=True)).exp() * kept
     ours, sums = kept_by_kernels(*(x.to(DEVICE) for x in (logits, temperatures, ks, ps)))
     differing = (ours.cpu() != kept).sum(1)
     assert int(differing.max()) <= 1, differing  # a sum of 4,000 weights, rounded

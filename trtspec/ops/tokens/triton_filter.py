@@ -172,11 +172,9 @@ def _filter_kernel(rows, top_k_ptr, top_p_ptr, scratch, SIZES: tl.constexpr, PDL
         if top_k > 0:
             sure = bound
         elif count > SIZES.CAPACITY:
-            low, high, above = _narrow(whole, far, base, wanted, scale, _WHOLE_BLOCK)
-            bound = tl.maximum(key_of(low, LOW_BITS), sure)
-            count, _ = _copy_aside(
-                rows, row, parts, scratch, bound, key_of(high, LOW_BITS), scale, SIZES
-            )
+            low, high, above = _narrow(whole, far, base, wanted, scale, LOW_BITS, _WHOLE_BLOCK)
+            bound = tl.maximum(low, sure)
+            count, _ = _copy_aside(rows, row, parts, scratch, bound, high, scale, SIZES)
         if count <= SIZES.CAPACITY:
             offset = row * SIZES.CAPACITY
             found = _Values(scratch.candidates + offset, scratch.indices + offset, count)
@@ -234,29 +232,30 @@ def _copy_aside(rows, row, parts, scratch, bound, upper, scale, SIZES: tl.conste
 
 
 @triton.jit
-def _narrow(values, low, high, wanted, scale, BLOCK: tl.constexpr):
-    """Narrows the range low … high, between which what is above falls below `wanted`.
+def _narrow(values, low, high, wanted, scale, LOW_BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Narrows the range of logits low … high, between which what is above falls below `wanted`.
 
     It is cut in eight three times: in logits, whose keys are dense around 0.
 
     Returns:
-        (low, high, the weight above the latter).
+        (the key of low, that of high, the weight of logits with larger keys than the latter).
     """
     i, above = tl.arange(0, 8), 0.0
     for _ in range(3):
         tried = low + (high - low) * (i.to(tl.float32) * 0.125)
+        keys = key_of(tried, LOW_BITS)[None, :]
         sums = tl.zeros([BLOCK, 8], tl.float32)
         for start in range(0, values.length, BLOCK):
             x = _values_at(values, start, BLOCK)
             weight = _weight_of(x, scale)[:, None]
-            sums += tl.where(x[:, None] > tried[None, :], weight, 0.0)
+            sums += tl.where(key_of(x, LOW_BITS)[:, None] > keys, weight, 0.0)
         weights = tl.sum(sums, 0)
         reached = tl.sum(((weights >= wanted) | (i == 0)).to(tl.int32), 0)
         low = tl.sum(tl.where(i == reached - 1, tried, 0.0), 0)
         if reached < 8:
             high = tl.sum(tl.where(i == reached, tried, 0.0), 0)
             above = tl.sum(tl.where(i == reached, weights, 0.0), 0)
-    return low, high, above
+    return key_of(low, LOW_BITS), key_of(high, LOW_BITS), above
 
 
 @triton.jit
