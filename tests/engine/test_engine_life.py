@@ -259,6 +259,31 @@ def test_stop_strings_are_found_after_the_llm_is_gone(target_dir: Path) -> None:
     assert len(request.output_token_ids) == text.index(text[4]) + 1
 
 
+def test_a_stop_string_is_found_again_after_an_interrupt(target_dir: Path) -> None:
+    """Which came when the string was found, before the last tokens counted as read."""
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=64)
+    llm.tokenizer = Letters()
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    text = llm.generate([3, 1], params).outputs[0].text
+    executor, add_tokens = llm.executor, llm.executor.book.add_tokens
+
+    def add_and_raise(result: Any, *arguments: Any, **options: Any) -> int:
+        if len(result.request.output_token_ids) < 1:
+            return add_tokens(result, *arguments, **options)
+        if result.request.append(result.tokens, executor._stop_checks) is None:
+            return 1
+        executor.book.add_tokens = add_tokens  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    executor.book.add_tokens = add_and_raise  # type: ignore[method-assign]
+    request = executor.enqueue([3, 1], replace(params, stop=text[4]))
+    with pytest.raises(KeyboardInterrupt):
+        executor.run_until_done()
+    executor.run_until_done()
+    assert request.finish_reason == "stop"
+    assert len(request.output_token_ids) == text.index(text[4]) + 1
+
+
 def test_a_stop_check_is_asked_of_all_beside_stop_strings(target_dir: Path) -> None:
     llm = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=64)
     llm.tokenizer = Letters()
