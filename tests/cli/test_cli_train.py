@@ -145,7 +145,7 @@ def test_what_cannot_be_trained_is_said_in_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["eagle3"], "needs a target of 4; it has 3. Give layers_to_capture (--capture-layers)"),
+        (["eagle3"], "needs a target of 4 layers; it has 3. Give layers_to_capture"),
         (["eagle3", "--capture-layers", "0,1,3"], "layers_to_capture=[0, 1, 3]"),
         (["dflash", "--mask-token-id", "5"], "needs a target of 4 layers; it has 3"),
         (["dspark", "--mask-token-id", "97", "--capture-layers", "1"], "mask_token_id=97"),

@@ -172,6 +172,80 @@ def test_ctrl_c_ends_the_step_and_keeps_it(
     assert all(torch.equal(again.masters[n], m) for n, m in whole.masters.items())
 
 
+def test_ctrl_c_keeps_the_step_if_its_listener_fails_too(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path
+) -> None:
+    """As where it ended the process that the output goes to."""
+    run = _trainer(target_dir, data, tmp_path)
+
+    def stop(line: dict[str, object]) -> None:
+        if line["step"] == 2:
+            signal.raise_signal(signal.SIGINT)
+        if line["step"] == 3:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run.train(progress=stop)
+    assert run.kept_step == 3 and _trainer(target_dir, data, tmp_path).resume()
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_ctrl_c_at_the_end_is_heard(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    is_done: bool,
+) -> None:  # fmt: skip
+    config = replace(TRAIN_CONFIG, max_steps=2)
+    run = _trainer(target_dir, data, tmp_path, config)
+    if is_done:
+        run.train()
+    save = run._save_head
+
+    def save_and_stop() -> None:
+        save()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(run, "_save_head", save_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert run.kept_step == 2
+
+
+def test_a_run_that_learns_nothing_is_stopped_after_an_interrupt_too(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path
+) -> None:
+    written = data.all.input_ids[:, 2:]
+    unwritten = torch.tensor(sorted({*range(VOCAB)} - {*written.flatten().tolist()}))
+    config = replace(TRAIN_CONFIG, log_every=3, evaluate_every=100, checkpoint_every=100)
+    run = _trainer(target_dir, data, tmp_path, config, draft_ids=unwritten)
+    train_step = run._train_step
+
+    def interrupted_step(sequences: Any) -> dict[str, Any]:
+        signal.raise_signal(signal.SIGINT)
+        return train_step(sequences)
+
+    run._train_step = interrupted_step  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert not (tmp_path / "log.jsonl").exists(), "lines are those of a run without interrupts"
+    again = _trainer(target_dir, data, tmp_path, config, draft_ids=unwritten)
+    assert again.resume() and again.step == 1
+    with pytest.raises(ConfigError, match=r"Up to step 6 no row"):
+        again.train()
+
+
+def test_another_share_of_variation_is_another_run(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path
+) -> None:
+    for here, there in ((0.0, 0.5), (0.5, 0.0)):
+        configs = [replace(TRAIN_CONFIG, max_steps=2, variation=share) for share in (there, here)]
+        out = tmp_path / str(here)
+        _trainer(target_dir, data, out, configs[0]).train()
+        with pytest.raises(CheckpointError) as error:
+            _trainer(target_dir, data, out, configs[1]).resume()
+        text = str(error.value).replace("0.0", "0")
+        assert f"variation (--total-variation), {there:g} there and {here:g} here. Give" in text
+
+
 def test_a_second_ctrl_c_does_not_wait_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """But one that is heard twice does."""
     heard = 0

@@ -111,14 +111,16 @@ def _train(options: TrainOptions, trainer: Trainer) -> int:
     try:
         evaluation = trainer.train(progress=lambda line: say(_describe(line)))
     except KeyboardInterrupt:
-        if trainer.kept_step > first:
+        if trainer.kept_step == max_steps:
+            say(f"{options.out} is trained: {max_steps} steps.")
+        elif trainer.kept_step > first:
             say(f"Step {trainer.kept_step} is kept: the same command goes on from there.")
         raise
     if not evaluation.right:  # it was finished already
         say(f"{options.out} is trained: {max_steps} steps.")
         return 0
     if not evaluation.is_judged:
-        say(f"Wrote {options.out}. The held-out text has no place to judge it by.")
+        say(f"Wrote {options.out}.")
         return 0
     rates = ", ".join(f"{rate:.2f}" for rate in evaluation.conditional)
     say(

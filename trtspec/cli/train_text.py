@@ -117,9 +117,9 @@ def _read_rows(
         path, tokenizer, config.vocab_size, max_len=options.length, skip_bad=options.skip_bad
     )
     examples, held = split(text, HELD_OUT)
-    if not path.stat().st_size:
-        raise CliError(f"{path} is empty: give conversations, one JSON per line.")
     if len(examples) + len(held) < 2:
+        if path.is_file() and not path.stat().st_size:
+            raise CliError(f"{path} is empty: give conversations, one JSON per line.")
         raise CliError(
             f"{path} has {len(examples) + len(held)} conversations with an answer in their first "
             f"{options.length} tokens; one to train on and one to hold out are the least. Give "

@@ -44,7 +44,7 @@ from .exam import NUM_STEPS, HeadExam, examine
 from .heads import defect_of, notes_on, suspicion_of
 from .masks import special_tokens, without_twins
 from .texts import texts_of
-from .untrained import half_empty_tensors, untrained_tensors
+from .untrained import unfilled_tensors
 
 __all__ = [
     "NUM_STEPS",
@@ -104,8 +104,7 @@ def diagnose(
         diagnosis.problems = report.problems
         if report.problems:
             return diagnosis
-        untrained = untrained_tensors(report.tensors)
-        half_empty = half_empty_tensors(report.tensors)
+        unfilled = unfilled_tensors(report.tensors)
     assert report.kind is not None
     num_mtp_layers = report.require().num_mtp_layers
     used = max(1, min(num_mtp_layers, NUM_STEPS))
@@ -125,9 +124,12 @@ def diagnose(
         diagnosis.notes.append(
             f"Of its {num_mtp_layers} MTP layers the first {NUM_STEPS} were examined."
         )
-    suspicions = [text for text in (untrained, suspicion_of(exam.patient)) if text is not None]
+    suspicions = [
+        text for text in (unfilled.untrained, suspicion_of(exam.patient)) if text is not None
+    ]
     diagnosis.suspicion = " ".join(suspicions) or None
-    diagnosis.defect = half_empty or defect_of(exam.patient, diagnosis.trained)
+    diagnosis.defect = defect_of(exam.patient, diagnosis.trained)
+    diagnosis.in_part = unfilled.in_part
     examine(exam, diagnosis, tell)
     diagnosis.notes += exam.notes()
     return diagnosis

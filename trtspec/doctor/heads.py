@@ -109,7 +109,7 @@ def _weight_trials(patient: Patient) -> list[Trial]:
 def notes_on(patient: Patient) -> list[str]:
     """Returns what cannot be tried."""
     head, decoder = patient.head, patient.head.config.decoder
-    notes = ["v_proj and o_proj are not searched for random numbers."]
+    notes = []
     if head.advances_positions and any(
         decoder.of_layer(i).rotary_dim is not None for i in range(decoder.num_layers)
     ):

@@ -6,6 +6,7 @@ Exporters that miss a name write what the module was made with: zeros, ones, or 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,8 +17,10 @@ _JUDGED = re.compile(
 )
 """v_proj and o_proj are left out: some trained ones, SmolLM2's among them, are spread as noise is.
 So are experts, which are many. A wrong embedding or lm_head is found by trial."""
-_MANY_ZEROS = 1 / 8
-"""The share of a matrix's rows or columns. Fewer may stand for tokens that no text has."""
+_MANY_ZEROS, _FEWEST_LINES = 1 / 8, 32
+"""The share of a matrix's rows or columns. Fewer may stand for tokens that no text has, or for
+attention heads that were added to make their number even."""
+_MOST_TOLD = 3
 _FEWEST_ROWS, _MOST_ROWS = 128, 1024
 """Fewer rows tell too little; more take time and tell no more."""
 _TOLERANCES = (5, 15, 30)
@@ -25,26 +28,36 @@ _TOLERANCES = (5, 15, 30)
 the trained matrices seen here the nearest is three times as far off."""
 
 
-def untrained_tensors(sources: Sources) -> str | None:
-    """Says which tensors look untrained. None if none does.
+class Unfilled(NamedTuple):
+    """What is said of tensors that look as if they were not filled, None where nothing is."""
+
+    untrained: str | None = None  # as before training
+    in_part: str | None = None  # filled in part
+
+
+def unfilled_tensors(sources: Sources) -> Unfilled:
+    """Says which tensors look as if they were not filled.
 
     These are matrices that are zero everywhere, norms of one value, and matrices of random
-    numbers. Norms of queries and keys are left to `lost_norms`.
+    numbers. Norms of queries and keys are left to `lost_norms`. Filled in part are matrices with
+    many rows or columns of zeros, as where the parts of one rank are missing.
     """
-    zeros, norms, random = list[str](), list[str](), list[str]()
+    zeros, norms, random, parts = list[str](), list[str](), list[str](), list[str]()
     for source in sources.values():
         if len(source.shape) > 1:
             matrix = source.read()
             if not bool(matrix.any()):
                 zeros.append(source.name)
-            elif len(source.shape) == 2 and _JUDGED.search(source.name):
-                random += _random_parts(source.name, matrix)
+            elif len(source.shape) == 2:
+                parts += _empty_parts(source.name, matrix)
+                if _JUDGED.search(source.name):
+                    random += _random_parts(source.name, matrix)
         elif source.name.endswith("norm.weight") and "q_norm" not in source.name:
             weight = source.read()
             if "k_norm" not in source.name and bool((weight == weight[0]).all()):
                 norms.append(source.name)
     again = "copy the head again from its source"
-    parts = (
+    untrained = (
         _told(zeros, "is", "are", f"zero everywhere, which trained ones are not: {again}."),
         _told(
             random,
@@ -59,24 +72,26 @@ def untrained_tensors(sources: Sources) -> str | None:
             f"one value everywhere, as before training. If it should not, {again}.",
         ),
     )
-    return " ".join(part for part in parts if part) or None
+    in_part = f"{_some(parts)}. Trained tensors have few such rows: {again}." if parts else None
+    return Unfilled(" ".join(part for part in untrained if part) or None, in_part)
 
 
-def half_empty_tensors(sources: Sources) -> str | None:
-    """Says which matrices were filled in part: many of their rows or columns are zero, as where
-    the parts of one rank are missing. None if none was."""
-    parts = list[str]()
-    for source in sources.values():
-        if len(source.shape) == 2:
-            filled = source.read() != 0
-            for along, what in ((1, "rows"), (0, "columns")):
-                lines = filled.any(along)
-                missing, count = int((~lines).sum()), len(lines)
-                if _MANY_ZEROS * count <= missing < count:
-                    parts.append(f"{missing} of the {count} {what} of {source.name} are zero")
-    if not parts:
-        return None
-    return f"{', '.join(parts)}. Trained ones are not: copy the head again from its source."
+def _empty_parts(name: str, matrix: Tensor) -> list[str]:
+    """Returns what to say of a matrix with many rows or columns of zeros."""
+    filled = matrix != 0
+    found = list[str]()
+    for along, what in ((1, "rows"), (0, "columns")):
+        lines = filled.any(along)
+        missing, count = int((~lines).sum()), len(lines)
+        if count >= _FEWEST_LINES and missing > _MANY_ZEROS * count:
+            found.append(f"{missing} of the {count} {what} of {name} are zero")
+    return found
+
+
+def _some(texts: list[str]) -> str:
+    """The first texts, and how many more there are."""
+    more = f", and {len(texts) - _MOST_TOLD} more" if len(texts) > _MOST_TOLD else ""
+    return ", ".join(texts[:_MOST_TOLD]) + more
 
 
 def _told(names: list[str], verb: str, plural: str, what: str) -> str:

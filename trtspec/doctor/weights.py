@@ -152,11 +152,14 @@ def scale_trials(parts: nn.Module) -> list[Trial]:
     trials = list[Trial]()
     for name in ("fc", "eh_proj"):
         layers = [getattr(m, name) for m in parts.modules() if hasattr(m, name)]
-        for factor, what in ((0.5, "too large"), (2.0, "too small")):
+        for factor, what in (
+            (0.5, "too large: drafts are better with half of it"),
+            (2.0, "too small: drafts are better with twice as much"),
+        ):
             if layers:
                 trials.append(
                     Trial(
-                        f"{name} is {what}: multiplied by {factor:g} drafts are better",
+                        f"{name} is {what}",
                         f"copy {name}.weight again from the head's source, with its scale if it "
                         "is quantised",
                         _scaling(layers, factor),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+logger = logging.getLogger(__name__)
 
 SAME_SECONDS = 1.0
 """`timeout` and batch systems signal a process and its group: it hears one interrupt twice."""
@@ -33,6 +36,7 @@ def held_back() -> Iterator[threading.Event]:
         if not asked.is_set():
             first = time.monotonic()
             asked.set()
+            logger.warning("The step that runs is ended and kept. Ctrl-C again ends at once.")
         elif time.monotonic() - first > SAME_SECONDS:
             before(number, frame)
 

@@ -22,8 +22,8 @@ MOST_RANK, LEAST_RANK = 256, 16
 CONVOLUTION = 2, 16
 """Of DFlash2, taps and channels of a group."""
 CANDIDATES = 16
-
-FEWEST_LAYERS = 4  # of a target, whose captured layers are not given
+FEWEST_LAYERS = 4
+"""Of a target, where --capture-layers is not given."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ def _eagle3_layers(spec: NewHead, target: DecoderConfig) -> tuple[int, ...]:
         count = target.num_layers
         if count < FEWEST_LAYERS:
             raise ConfigError(
-                f"The default capture of three layers needs a target of {FEWEST_LAYERS}; it has "
-                f"{count}. Give layers_to_capture (--capture-layers)."
+                f"The default capture of three layers needs a target of {FEWEST_LAYERS} layers; "
+                f"it has {count}. Give layers_to_capture (--capture-layers)."
             )
         layers = default_layers_to_capture(count)
         if len(set(layers)) < len(layers):  # of a small target

@@ -55,7 +55,7 @@ Progress = Callable[[dict[str, Any]], None]
 logger = logging.getLogger(__name__)
 _OPTIONS = {
     "max_steps": " (--steps)",
-    "num_steps": " (--unroll)",
+    "num_steps": " (--unroll, --num-layers or --block-size)",
     "num_anchors": " (--anchors)",
     "variation": " (--total-variation)",
 }
@@ -76,8 +76,12 @@ def _told(names: list[str], there: dict[str, Any], here: dict[str, Any]) -> str:
     """Says which settings differ, with their values where these are plain."""
     told = list[str]()
     for name in names:
-        plain = isinstance(here[name], int | float | str) and name in TrainConfig.__annotations__
-        values = f", {there.get(name)!r} there and {here[name]!r} here" if plain else ""
+        if name == "step_decay" and "num_steps" in names:  # which decides it
+            continue
+        pair = there.get(name, 0), here.get(name, 0)  # a share of 0 is left out
+        is_plain = all(isinstance(value, int | float | str) for value in pair)
+        is_set = is_plain and name in TrainConfig.__annotations__
+        values = f", {pair[0]!r} there and {pair[1]!r} here" if is_set else ""
         told.append(f"{name}{_OPTIONS.get(name, '')}{values}")
     return "; ".join(told) or "the head"
 
@@ -254,12 +258,14 @@ class Trainer:
         except (*DAMAGE, OSError, EOFError, UnpicklingError) as error:
             raise damaged(path, error) from error
         expected = self._run()
-        differing = [name for name in expected if run.get(name) != expected[name]]
+        names = dict.fromkeys([*expected, *run])
+        differing = [name for name in names if run.get(name) != expected.get(name)]
         if differing or shapes != {n: t.shape for n, t in self.masters.items()}:
+            same_head = all(name in TrainConfig.__annotations__ for name in {*differing} - {"data"})
+            begin = f" (and --init-head {self.out}, to begin with that head)" if same_head else ""
             raise CheckpointError(
                 f"{path} is of another run. What differs: {_told(differing, run, expected)}. "
-                f"Give another --out (and --init-head {self.out}, to begin with that head), or the "
-                "same options."
+                f"Give another --out{begin}, or the same options."
             )
         for name, master in self.masters.items():
             master.data.copy_(masters[name])
@@ -295,10 +301,12 @@ class Trainer:
             line = self._train_step(sequences)
             tokens += sequences.input_ids.numel()
             self.step += 1
-            last, interrupted = self.step == config.max_steps, is_interrupted.is_set()
+            last = self.step == config.max_steps
             evaluates = self.step % config.evaluate_every == 0 or last
-            saves = self.step % config.checkpoint_every == 0 or last or interrupted
-            if self.step % config.log_every == 0 or evaluates or saves:
+            saves = self.step % config.checkpoint_every == 0 or last
+            logs = self.step % config.log_every == 0 or evaluates or saves
+            saves = saves or is_interrupted.is_set()
+            if logs or saves:
                 line = {k: v() if callable(v) else v for k, v in line.items()}
                 line["tokens_per_second"] = round(tokens / (time.perf_counter() - started))
                 if not all(math.isfinite(line[name]) for name in ("loss", "gradient_norm")):
@@ -308,17 +316,20 @@ class Trainer:
                         f"Lower the learning rate ({config.learning_rate}); the last checkpoint "
                         f"in {self.out} is kept."
                     )
-                if not first and (self.step >= config.log_every or last):
+                if self.step - first >= config.log_every or (last and not first):
                     self._check_learns()
-                if evaluates:
-                    evaluation = self._evaluate(line)
+            if evaluates:
+                evaluation = self._evaluate(line)
+            if logs:
                 self._write_log(line)
-                if progress is not None:
-                    progress(line)
             if saves:
                 self.checkpoint()
-            if interrupted:
+            if logs and progress is not None:  # last: it is the caller's, and may raise
+                progress(line)
+            if is_interrupted.is_set() and self.kept_step == self.step:
                 raise KeyboardInterrupt
+        if is_interrupted.is_set():
+            raise KeyboardInterrupt
         return evaluation
 
     def _train_step(self, sequences: Sequences) -> dict[str, Any]:
@@ -359,11 +370,11 @@ class Trainer:
         variation, num_steps = self.objective.variation, self.config.num_steps
         found = evaluate(self.target, self.head, self.held_out, num_steps, variation)
         if not found.is_judged:
-            logger.warning(
-                "Step %d: the held-out text has no place to judge the head by: its answers are too "
-                "short, or the draft vocabulary lacks their tokens. Give more text.",
-                self.step,
-            )
+            if self.notes.get("held_out_conditional", 0) is not None:  # said once
+                logger.warning(
+                    "The held-out text has no place to judge the head by: its answers are too "
+                    "short, or the draft vocabulary lacks their tokens. Give more text."
+                )
             self.notes["held_out_conditional"] = None
             return found
         rates = [round(rate, 4) for rate in found.conditional]

@@ -118,12 +118,12 @@ def _filter_kernel(rows, top_k_ptr, top_p_ptr, scratch, SIZES: tl.constexpr, PDL
     copied aside as candidates, from the parts that have any, and the search goes on among these.
 
     - top-k: the largest key that k of the parts' largest reach.
-    - top-p: the largest key such that some of them reach it which together weigh top_p. They need
-      not: many likely tokens may be in one part. Then keys are tried that four times as many parts
-      reach as the one before, until the candidates weigh enough. A key below which everything
-      together weighs less than 1 - top_p is always low enough.
+    - top-p: the largest key such that those of them that reach it weigh top_p together. There may
+      be none, for likely tokens may share a part. Then the key is tried that TRIED parts reach,
+      then that of four times as many, until the candidates weigh enough. At last a key is taken
+      below which everything together weighs less than 1 - top_p.
 
-    A flat row has too many candidates. Then the range is narrowed that top-p's threshold lies in.
+    A flat row has too many candidates. There the range is narrowed first that the threshold is in.
     """
     after_previous(PDL)
     LOW_BITS: tl.constexpr = SIZES.LOW_BITS
