@@ -72,7 +72,7 @@ def unfilled_tensors(sources: Sources) -> Unfilled:
             f"one value everywhere, as before training. If it should not, {again}.",
         ),
     )
-    in_part = f"{_some(parts)}. Trained tensors have few such rows: {again}." if parts else None
+    in_part = f"{_some(parts)}. Trained tensors have few of those: {again}." if parts else None
     return Unfilled(" ".join(part for part in untrained if part) or None, in_part)
 
 
