@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -61,11 +62,11 @@ def test_a_few_rows_of_zeros_are_no_mistake(zeros: int, said: str | None) -> Non
     """As of heads that were added to make their number even."""
     weight = torch.ones(64, 5)
     weight[:zeros] = 0
-    sources = {
+    sources: Any = {
         name: SimpleNamespace(name=name, shape=weight.shape, read=lambda: weight)
         for name in (f"layers.{i}.o_proj.weight" for i in range(5))
     }
-    found = unfilled_tensors(sources).in_part  # type: ignore[arg-type]
+    found = unfilled_tensors(sources).partly_filled
     assert (found is None) == (said is None)
     assert found is None or (found.startswith(str(said)) and ", and 2 more. Trained" in found)
 

@@ -259,7 +259,9 @@ def test_stop_strings_are_found_after_the_llm_is_gone(target_dir: Path) -> None:
     assert len(request.output_token_ids) == text.index(text[4]) + 1
 
 
-def test_a_stop_string_is_found_again_after_an_interrupt(target_dir: Path) -> None:
+def test_a_stop_string_is_found_again_after_an_interrupt(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which came when the string was found, before the last tokens counted as read."""
     llm = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=64)
     llm.tokenizer = Letters()
@@ -272,10 +274,10 @@ def test_a_stop_string_is_found_again_after_an_interrupt(target_dir: Path) -> No
             return add_tokens(result, *arguments, **options)
         if result.request.append(result.tokens, executor._stop_checks) is None:
             return 1
-        executor.book.add_tokens = add_tokens  # type: ignore[method-assign]
+        monkeypatch.undo()
         raise KeyboardInterrupt
 
-    executor.book.add_tokens = add_and_raise  # type: ignore[method-assign]
+    monkeypatch.setattr(executor.book, "add_tokens", add_and_raise)
     request = executor.enqueue([3, 1], replace(params, stop=text[4]))
     with pytest.raises(KeyboardInterrupt):
         executor.run_until_done()

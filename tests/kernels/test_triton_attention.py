@@ -116,6 +116,17 @@ def test_sums_have_room_for_the_parts_that_are_joined_alone(
     assert int(written.sum()) == 40
 
 
+@pytest.mark.parametrize("dim", [16, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("per_kv", [1, 3, 8, 16])
+def test_a_tile_of_most_rows_fits_its_program(dim: int, per_kv: int) -> None:
+    """Rows, heads and their numbers are each padded to a power of two."""
+    meta = make_pass([5], 1, 2, dim, 8, max_seq_len=64)
+    cached = CachedLayer.of(meta, 0, 0, None)
+    rows = triton_generations.most_rows(torch.empty(1, 2 * per_kv, dim), cached)
+    numbers = [1 << (rows * per_kv - 1).bit_length(), 1 << (dim - 1).bit_length()]
+    assert rows and numbers[0] * numbers[1] <= 128 * 128
+
+
 def _sinks(heads: int) -> torch.Tensor:
     """Sinks below and above a row's scores."""
     return torch.linspace(-3, 9, heads).to(DEVICE)

@@ -22,6 +22,7 @@ from naive_experts import (
 from oracle import VOCAB, Oracle, logit_error, prompt_tensors
 from safetensors.torch import load_file, save_file
 from tiny import OF_FAMILY, tiny_model_dir
+from tiny_gemma import edit_config
 from tiny_heads import mtp_model_dir
 from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
@@ -70,6 +71,20 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, overrides: dict[
     error, spread = logit_error(path, prompt_tensors(97))
     assert spread > 0.5
     assert error < 1e-4
+
+
+def test_tensors_of_no_shared_experts_are_left_out(tmp_path: Path) -> None:
+    """As transformers writes them: without numbers."""
+    path = tiny_model_dir(tmp_path, "glm4_moe", n_shared_experts=1)
+    edit_config(path, n_shared_experts=0)
+    tensors = load_file(path / "model.safetensors")
+    shared = [name for name in tensors if "shared_experts" in name]
+    for name in shared:
+        weight = tensors[name]
+        tensors[name] = weight[:, :0].clone() if "down_proj" in name else weight[:0].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    error, spread = logit_error(path, prompt_tensors(97))
+    assert shared and spread > 0.5 and error < 1e-4
 
 
 # -- routing and experts -------------------------------------------------------------------------

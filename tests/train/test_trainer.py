@@ -211,7 +211,7 @@ def test_ctrl_c_at_the_end_is_heard(
 
 
 def test_a_run_that_learns_nothing_is_stopped_after_an_interrupt_too(
-    target_dir: Path, data: GreedyTexts, tmp_path: Path
+    target_dir: Path, data: GreedyTexts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = data.all.input_ids[:, 2:]
     unwritten = torch.tensor(sorted({*range(VOCAB)} - {*written.flatten().tolist()}))
@@ -223,7 +223,7 @@ def test_a_run_that_learns_nothing_is_stopped_after_an_interrupt_too(
         signal.raise_signal(signal.SIGINT)
         return train_step(sequences)
 
-    run._train_step = interrupted_step  # type: ignore[method-assign]
+    monkeypatch.setattr(run, "_train_step", interrupted_step)
     with pytest.raises(KeyboardInterrupt):
         run.train()
     assert not (tmp_path / "log.jsonl").exists(), "lines are those of a run without interrupts"

@@ -129,7 +129,7 @@ def diagnose(
     ]
     diagnosis.suspicion = " ".join(suspicions) or None
     diagnosis.defect = defect_of(exam.patient, diagnosis.trained)
-    diagnosis.in_part = unfilled.in_part
+    diagnosis.partly_filled = unfilled.partly_filled
     examine(exam, diagnosis, tell)
     diagnosis.notes += exam.notes()
     return diagnosis

@@ -71,7 +71,7 @@ class Diagnosis:
     notes: list[str] = field(default_factory=list)  # what was not examined
     suspicion: str | None = None  # what is seen to be wrong and cannot be undone
     defect: str | None = None  # what is certainly wrong, and cannot be undone
-    in_part: str | None = None  # tensors that were filled in part
+    partly_filled: str | None = None  # tensors with many zeros
     overflow: str | None = None  # whose values are not finite; then nothing is tried
     coverage: tuple[int, int] | None = None  # of the target's tokens: in the draft vocabulary, all
     refitted: tuple[int, int] | None = None  # first drafts right with other meanings, all of them
@@ -93,7 +93,7 @@ class Diagnosis:
     @property
     def remarks(self) -> list[str]:
         """Returns remarks beside the verdict."""
-        found = [t for t in (self.suspicion, self.defect, self.in_part) if t is not None]
+        found = [t for t in (self.suspicion, self.defect, self.partly_filled) if t is not None]
         if self.coverage is not None and self.coverage[0] < WELL_COVERED * self.coverage[1]:
             found.append(f"Of the draft vocabulary: {self._share_drafted()}.")
         return [*self.notes, *(text for text in found if text not in self.verdict)]
@@ -128,8 +128,8 @@ class Diagnosis:
             return self._what_fails_at_masks(), False
         if self.defect is not None:
             return f"Something is wrong: {self.defect}", False
-        if self.in_part is not None and not self._is_as_trained():
-            return f"Something is wrong: {self.in_part}", False
+        if self.partly_filled is not None and not self._is_as_trained():
+            return f"Something is wrong: {self.partly_filled}", False
         if self.likely is not None and not self._is_as_trained():
             return self._what_is_likely(self.likely), False
         return self._nothing_found()

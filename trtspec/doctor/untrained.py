@@ -32,7 +32,7 @@ class Unfilled(NamedTuple):
     """What is said of tensors that look as if they were not filled, None where nothing is."""
 
     untrained: str | None = None  # as before training
-    in_part: str | None = None  # filled in part
+    partly_filled: str | None = None  # filled in part
 
 
 def unfilled_tensors(sources: Sources) -> Unfilled:
@@ -72,8 +72,10 @@ def unfilled_tensors(sources: Sources) -> Unfilled:
             f"one value everywhere, as before training. If it should not, {again}.",
         ),
     )
-    in_part = f"{_some(parts)}. Trained tensors have few of those: {again}." if parts else None
-    return Unfilled(" ".join(part for part in untrained if part) or None, in_part)
+    partly_filled = (
+        f"{_some(parts)}. Trained tensors have few of those: {again}." if parts else None
+    )
+    return Unfilled(" ".join(part for part in untrained if part) or None, partly_filled)
 
 
 def _empty_parts(name: str, matrix: Tensor) -> list[str]:

@@ -316,7 +316,8 @@ class Trainer:
                         f"Lower the learning rate ({config.learning_rate}); the last checkpoint "
                         f"in {self.out} is kept."
                     )
-                if self.step - first >= config.log_every or (last and not first):
+                seen = self.step - first
+                if first < config.log_every <= seen or (last and not first):  # else it was checked
                     self._check_learns()
             if evaluates:
                 evaluation = self._evaluate(line)
