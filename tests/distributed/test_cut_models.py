@@ -14,6 +14,7 @@ from thread_ranks import ThreadRanks
 from tiny import prefill_metadata, tiny_model_dir
 from tiny_gemma import gemma_dir
 from tiny_gemma_moe import moe_dir
+from tiny_gpt_oss import gpt_oss_dir, mxfp4_dir
 from tiny_step import MOE as STEP_MOE
 from tiny_step import step_dir
 from torch import Tensor
@@ -60,6 +61,14 @@ MODELS: dict[str, tuple[Callable[[Path], Path], list[tuple[int, int]]]] = {
     "qwen3_moe": (lambda p: tiny_model_dir(p, "qwen3_moe"), [(2, 1), (2, 2)]),
     "glm4_moe": (lambda p: tiny_model_dir(p, "glm4_moe"), [(2, 1), (4, 4)]),
     "step": (lambda p: step_dir(p, **STEP_MOE), [(2, 1), (2, 2)]),
+    "gpt_oss": (
+        lambda p: gpt_oss_dir(p, num_attention_heads=4, num_local_experts=4),
+        [(2, 1), (2, 2), (4, 2)],
+    ),
+    "mxfp4": (
+        lambda p: mxfp4_dir(p, num_attention_heads=4, num_local_experts=4),
+        [(2, 1), (2, 2), (4, 2)],
+    ),
 }  # fmt: skip
 CASES = [(name, *ranks) for name, (_, splits) in MODELS.items() for ranks in splits]
 

@@ -187,13 +187,16 @@ def _layers() -> dict[str, Any]:
         (convolve_blocks, half(8, 64), half(2, 64), half(8, 2, 4), 4),
         (convolve_blocks, half(8, 64), half(2, 64), half(8, 2, 4), 4, half(8, 64)),
         (triton_activation.gelu_tanh_and_mul, half(8, 64)),
+        (triton_activation.swish_and_mul_plus_one, half(8, 64), 1.702, 7.0),
         (triton_embedding.lookup, indices(8), half(9, 64), 2.0),
         (experts.router_logits, half(8, 64), half(8, 64)),
         (experts.normed_router_logits, half(8, 64), norm, torch.zeros(8, 64)),
         (route, torch.zeros(4, 8), None, 2),
         (route, torch.zeros(4, 8), torch.zeros(8), 2),
+        (partial(route, logit_bias=torch.zeros(8)), torch.zeros(4, 8), None, 2),
         (experts.sort_by_expert, indices(4, 2), 8),
         (experts.grouped_matmul, half(8, 64), half(8, 64, 64), ends, 1.0),
+        (experts.grouped_matmul, half(8, 64), half(8, 64, 64), ends, 1.0, half(8, 64)),
         *(
             (fp8_experts.grouped_matmul, x, fp8_weight(group, 8, 64, 256), ends, average)
             for i, x in enumerate((half(8, 256), half(8, 256).half(), half(8, 256).float()))

@@ -52,11 +52,18 @@ def dense_weights(ids: Tensor, weights: Tensor, experts: int) -> Tensor:
 
 
 def random_experts(
-    rows: int, count: int, top_k: int, size: int, inner: int, dtype: torch.dtype, seed: int = 0
+    rows: int,
+    count: int,
+    top_k: int,
+    size: int,
+    inner: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    has_bias: bool = False,
 ) -> tuple[Experts, Tensor, Tensor, Tensor]:
     """Experts, x [T, D], ids [T, k] and weights [T, k]; one expert is chosen by nobody."""
     generator = torch.Generator().manual_seed(seed)
-    experts = Experts(count, size, inner)
+    experts = Experts(count, size, inner, has_bias=has_bias)
     for parameter in experts.parameters():
         noise = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
         parameter.data = noise.to(dtype)
@@ -80,7 +87,9 @@ def to_fp8(experts: Experts, gate_up_group: int, down_group: int) -> Fp8Experts:
     """Codes near the experts' weights, with scales of all sizes; the experts get the codes' exact
     values in float64."""
     generator, found = torch.Generator().manual_seed(5), []
-    for parameter, group in zip(experts.parameters(), (gate_up_group, down_group), strict=True):
+    assert experts.gate_up_proj is not None and experts.down_proj is not None
+    stacks = (experts.gate_up_proj, gate_up_group), (experts.down_proj, down_group)
+    for parameter, group in stacks:
         weight = parameter.data.double()
         count, rows, columns = weight.shape
         shape = (count, rows, -(-columns // group))
@@ -106,7 +115,14 @@ BETWEEN: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {  # ours, 
             * up.maximum(torch.full_like(up, -0.3)).minimum(torch.full_like(up, 0.3))
         ),
     ),
+    "swish": (gate_and_mul("silu", 0.7, 1.702), lambda gate, up: _swish(gate, up)),
 }
+
+
+def _swish(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss's, clamped at 0.7."""
+    gate, up = gate.minimum(torch.full_like(gate, 0.7)), up.clip(-0.7, 0.7)
+    return gate / (1 + torch.exp(-1.702 * gate)) * (1 + up)
 
 
 def naive_experts(
@@ -114,10 +130,12 @@ def naive_experts(
 ) -> Tensor:
     """One row and one choice at a time, float64."""
     assert experts.gate_up_proj is not None and experts.down_proj is not None
+    first, second = experts.gate_up_proj_bias, experts.down_proj_bias
     out = torch.zeros(x.shape, dtype=torch.float64)
     for t, row in enumerate(x.double()):
         for e, weight in zip(ids[t].tolist(), weights[t].double(), strict=True):
-            gate, up = (experts.gate_up_proj[e].double() @ row).chunk(2)
-            inner = BETWEEN[between][1](gate, up)
-            out[t] += weight * (experts.down_proj[e].double() @ inner)
+            gate_up = experts.gate_up_proj[e].double() @ row
+            gate, up = (gate_up if first is None else gate_up + first[e]).chunk(2)
+            y = experts.down_proj[e].double() @ BETWEEN[between][1](gate, up)
+            out[t] += weight * (y if second is None else y + second[e])
     return out

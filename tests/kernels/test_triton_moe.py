@@ -77,10 +77,14 @@ def test_route(options: dict[str, Any], has_bias: bool) -> None:
     generator = torch.Generator().manual_seed(experts)
     logits = torch.randn(4, experts, generator=generator)
     bias = torch.randn(experts, generator=generator) * 0.3 if has_bias else None
+    of_logits = torch.randn(experts, generator=generator) if has_bias else None
+    biases = (None if b is None else b.to(DEVICE) for b in (bias, of_logits))
+    of_choice, of_all = biases
     ids, weights = triton_moe.route(
-        logits.to(DEVICE), None if bias is None else bias.to(DEVICE), top_k, **options
+        logits.to(DEVICE), of_choice, top_k, **options, logit_bias=of_all
     )
     assert ids.dtype == torch.int64 and weights.dtype == torch.float32
+    logits = logits if of_logits is None else logits + of_logits
     expected = naive_route(logits, bias, top_k, **options)
     dense = dense_weights(ids.cpu(), weights.cpu(), experts).double()
     torch.testing.assert_close(dense, expected, atol=1e-6, rtol=1e-5)
@@ -134,8 +138,12 @@ def test_grouped_matmul(
     owners = ids.flatten().sort().values
     expected = torch.einsum("nk,nmk->nm", x.double(), weight[owners].double())
     on_device = x.to(DEVICE), weight.to(DEVICE), ends.to(DEVICE)
-    ours = triton_moe.grouped_matmul(*on_device, len(x) / count)
+    bias = torch.randn(count, columns, generator=generator).to(dtype)
     bound = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    ours = triton_moe.grouped_matmul(*on_device, len(x) / count)
+    torch.testing.assert_close(ours.cpu().double(), expected, atol=bound, rtol=bound)
+    ours = triton_moe.grouped_matmul(*on_device, len(x) / count, bias.to(DEVICE))
+    expected += bias[owners].double()
     torch.testing.assert_close(ours.cpu().double(), expected, atol=bound, rtol=bound)
 
 
@@ -164,10 +172,10 @@ def test_experts_of_all_ranks_add_up(
     expected = moe.grouped_experts(*args, *stacked)
 
     def poisoned(
-        x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, average: float
+        x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, average: float, bias: None
     ) -> torch.Tensor:
         assert average == rows * top_k / count  # of all ranks' experts
-        out = triton_moe.grouped_matmul(x, weight, ends, average)
+        out = triton_moe.grouped_matmul(x, weight, ends, average, bias)
         out[int(ends[-1]) :] = torch.nan
         return out
 
@@ -212,20 +220,26 @@ def test_fp8_experts_equal_a_loop(
 ) -> None:
     """By one rank that has all experts, and by two that have a half each."""
     rows, count, top_k, size, inner, *groups = shape
-    experts, x, ids, weights = random_experts(rows, count, top_k, size, inner, torch.float32)
+    sizes = rows, count, top_k, size, inner
+    experts, x, ids, weights = random_experts(*sizes, torch.float32, has_bias=True)
     fp8 = to_fp8(experts, *groups)
+    assert experts.biases is not None
+    biases = [bias.to(DEVICE) for bias in experts.biases]
     expected = naive_experts(experts, x.to(dtype), ids, weights)
     x, ids, weights = x.to(DEVICE, dtype), ids.to(DEVICE), weights.to(DEVICE)
     monkeypatch.setattr(moe, "grouped_matmul", _poisoned if way == "triton" else _torchs_product)
     gate_up, down = fp8.part(0, count, DEVICE)
-    whole = moe.grouped_experts(x, ids, weights, gate_up, down)
+    options = {"gate_and_mul": experts.gate_and_mul, "total": count}
+    of_all = moe.ExpertBiases(*biases)
+    whole = moe.grouped_experts(x, ids, weights, gate_up, down, **options, biases=of_all)
     parts = torch.zeros_like(whole)
     for first in (0, count // 2):
         own = ids - first
         here = count // 2 if first == 0 else count - count // 2
         own = torch.where((own < 0) | (own >= here), here, own)
         gate_up, down = fp8.part(first, here, DEVICE)
-        parts += moe.grouped_experts(x, own, weights, gate_up, down, total=count)
+        mine = moe.ExpertBiases(*(bias[first : first + here] for bias in biases))
+        parts += moe.grouped_experts(x, own, weights, gate_up, down, **options, biases=mine)
     bound = FP8_BOUNDS[dtype]
     for out in (whole, parts):
         assert out.dtype == dtype
@@ -233,10 +247,10 @@ def test_fp8_experts_equal_a_loop(
 
 
 def _torchs_product(
-    x: torch.Tensor, weight: Any, ends: torch.Tensor, average: float
+    x: torch.Tensor, weight: Any, ends: torch.Tensor, average: float, bias: Any
 ) -> torch.Tensor:
     """What runs where there is no Triton."""
-    return moe._one_expert_at_a_time(x, weight, ends)
+    return moe._with_bias(moe._one_expert_at_a_time(x, weight, ends), bias, ends)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from matrix import covering
 
 from trtspec.layers.norm import RMSNorm
-from trtspec.ops.layer import convolution
+from trtspec.ops.layer import activation, convolution
 from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
 
 triton_rope = pytest.importorskip("trtspec.ops.layer.triton_rope", reason="needs triton")
@@ -95,6 +95,21 @@ def test_gelu_tanh_and_mul(dtype: torch.dtype, inner: int) -> None:
     x[0, :4] = torch.tensor([-300.0, 300.0, 0.0, -7.0], dtype=dtype)
     gate, up = x.chunk(2, dim=-1)
     _close(triton_activation.gelu_tanh_and_mul(x), F.gelu(gate, approximate="tanh") * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [8, 80, 1536])
+def test_swish_and_mul_plus_one(dtype: torch.dtype, inner: int) -> None:
+    x = 4 * _random(3, 2 * inner, dtype=dtype)
+    x[0, :4] = torch.tensor([-300.0, 300.0, 0.0, -7.0], dtype=dtype)
+    x[0, inner : inner + 3] = torch.tensor([-300.0, 300.0, 7.0], dtype=dtype)
+    gate, up = x.double().clamp(max=7.0).chunk(2, dim=-1)
+    expected = gate / (1 + torch.exp(-1.702 * gate)) * (up.clamp(min=-7.0) + 1)
+    for swish in (triton_activation, activation):
+        _close(swish.swish_and_mul_plus_one(x, 1.702, 7.0), expected.to(dtype))
+    x[1, 5] = x[2, inner + 6] = torch.nan
+    isnan = triton_activation.swish_and_mul_plus_one(x, 1.702, 7.0).isnan()
+    assert isnan.nonzero().tolist() == [[1, 5], [2, 6]]
 
 
 @covering(dtype=DTYPES, size=[1, 48, 1040], rows=[1, 5])

@@ -93,12 +93,15 @@ def test_tensors_of_no_shared_experts_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("options", ROUTES)
 def test_route_equals_a_loop(options: dict[str, Any], has_bias: bool) -> None:
+    """Of a bias for the choice, and of one of the logits."""
     options = dict(options)
     experts, top_k = options.pop("experts"), options.pop("top_k")
     generator = torch.Generator().manual_seed(experts)
     logits = torch.randn(40, experts, generator=generator)
     bias = torch.randn(experts, generator=generator) * 0.3 if has_bias else None
-    ids, weights = route(logits, bias, top_k, **options)
+    of_logits = torch.randn(experts, generator=generator) if has_bias else None
+    ids, weights = route(logits, bias, top_k, **options, logit_bias=of_logits)
+    logits = logits if of_logits is None else logits + of_logits
     expected = naive_route(logits, bias, top_k, **options)
     torch.testing.assert_close(
         dense_weights(ids, weights, experts).double(), expected, atol=1e-6, rtol=1e-5
@@ -168,14 +171,19 @@ def _moe_of(moe: MoEConfig, size: int) -> MoE:
 
 @pytest.mark.parametrize(("rows", "count", "top_k"), [(1, 8, 2), (7, 8, 3), (30, 5, 1), (3, 40, 8)])
 @pytest.mark.parametrize("between", BETWEEN)
-def test_experts_equal_a_loop(rows: int, count: int, top_k: int, between: str) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_experts_equal_a_loop(
+    rows: int, count: int, top_k: int, has_bias: bool, between: str
+) -> None:
     """The CPU's way, packed and not, and what CUDA runs without kernels of its own."""
-    experts, x, ids, weights = random_experts(rows, count, top_k, 32, 24, torch.float32)
+    sizes = rows, count, top_k, 32, 24
+    experts, x, ids, weights = random_experts(*sizes, torch.float32, has_bias=has_bias)
     experts.gate_and_mul = BETWEEN[between][0]
     assert experts.gate_up_proj is not None and experts.down_proj is not None
     expected = naive_experts(experts, x, ids, weights, between).float()
-    stacked = experts.gate_up_proj, experts.down_proj, experts.gate_and_mul
-    for out in (grouped_experts(x, ids, weights, *stacked), experts(x, ids, weights)):
+    stacked = experts.gate_up_proj, experts.down_proj, experts.gate_and_mul, count
+    biases = experts.biases
+    for out in (grouped_experts(x, ids, weights, *stacked, biases), experts(x, ids, weights)):
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-5)
     experts.pack()
     assert experts.gate_up_proj is None

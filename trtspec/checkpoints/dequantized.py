@@ -17,17 +17,13 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..distributed.parallel import Cut
 from ..errors import CheckpointError
-from ..ops.layer.fp8 import Fp8Weight, dequantize
-from .quantization import FP8, Quantization, quantization_fields, quantization_of
+from .mxfp4 import unpacked
+from .quantization import MXFP4, Quantization, quantization_fields, quantization_of
+from .scaled import ScaledTensor, as_floats
 from .tensors import FLOATS, TensorSource
 
 _OF_SERVING = re.compile(
@@ -35,73 +31,6 @@ _OF_SERVING = re.compile(
     r"|_proj_(input|activation)_scale$"  # of a stack of experts
 )
 """Scales and zero points of what is no weight."""
-
-
-@dataclass(frozen=True)
-class ScaledTensor:
-    """A quantised weight [out, in], or a stack of them, as the checkpoint has it."""
-
-    numbers: TensorSource
-    scales: TensorSource
-    shape: tuple[int, ...]  # of the scales, with as many dimensions as the numbers
-    block: tuple[int, int] | None  # that shares a scale; None: a row does, or the whole weight
-
-    @property
-    def is_fp8(self) -> bool:
-        return self.numbers.dtype == FP8
-
-    def group(self, cut: Cut | None = None) -> int:
-        """Returns how many columns share a scale, in all or in a cut.
-
-        Where a cut begins within a block, narrower groups begin with it. All equal cuts have the
-        same.
-        """
-        columns = self.numbers.shape[-1]
-        is_cut = cut is not None and cut.dim == len(self.numbers.shape) - 1
-        if cut is not None and is_cut:
-            columns = cut.length
-        if self.block is None:
-            return columns
-        group = math.gcd(self.block[1], columns) if is_cut else self.block[1]
-        return min(group, columns)
-
-    def read(self, cut: Cut | None = None) -> Fp8Weight:
-        """Returns the numbers (INT8 ones too) and each row's scales; of a stack, stacks of both.
-
-        Raises:
-            CheckpointError: a number or a scale is NaN or infinite.
-        """
-        numbers, scales = self.numbers.read(cut), self.scales.read().float().reshape(self.shape)
-        self._check_finite(numbers, scales)
-        *stack, rows, _ = self.numbers.shape
-        if self.block is not None:
-            scales = scales.repeat_interleave(self.block[0], -2)[..., :rows, :]
-        scales = scales.expand(*stack, rows, -1)
-        group = self.group(cut)
-        if cut is not None and cut.dim < len(stack) + 1:
-            scales = scales.narrow(cut.dim, cut.start, cut.length)
-        elif cut is not None and self.block is not None:
-            first = torch.arange(cut.start, cut.start + cut.length, group)
-            scales = scales[..., first // self.block[1]]
-        return Fp8Weight(numbers, scales, group)
-
-    def read_floats(self, cut: Cut | None = None) -> Tensor:
-        """Returns the weights in float32."""
-        return dequantize(self.read(cut), torch.float32)
-
-    def _check_finite(self, numbers: Tensor, scales: Tensor) -> None:
-        source, what = self.scales, "scales"
-        bad = int((~torch.isfinite(scales)).sum())
-        if not bad and self.is_fp8:  # e4m3 has no infinity, and NaN is 0x7f or 0xff
-            source, what = self.numbers, "weights"
-            magnitudes = numbers.view(torch.uint8).bitwise_and(127)
-            if numbers.numel() and int(magnitudes.max()) == 127:
-                bad = int((magnitudes == 127).sum())
-        if bad:
-            raise CheckpointError(
-                f"{source.name} in {source.path} holds {bad} {what} that are NaN or infinite. Copy "
-                "the checkpoint again from its source."
-            )
 
 
 def dequantized(
@@ -121,6 +50,8 @@ def dequantized(
     found = {name: s for name, s in sources.items() if not _OF_SERVING.search(name)}
     if how is None:
         return found
+    if how.dtype == MXFP4:
+        return unpacked(found, where)
     for name, source in list(found.items()):
         if source.dtype == how.dtype:
             names = [f"{name}{suffix}" for suffix in how.suffixes]
@@ -169,10 +100,7 @@ def _dequantized(
     block = how.block
     if block is not None:  # one that is larger than the weight
         block = min(block[0], source.shape[-2]), min(block[1], source.shape[-1])
-    scaled = ScaledTensor(source, scale, shape, block)
-    return replace(
-        source, dtype="F32", load=scaled.read_floats, load_cut=scaled.read_floats, scaled=scaled
-    )
+    return as_floats(source, ScaledTensor(source, scale, shape, block))
 
 
 def _shape_of_scales(

@@ -177,9 +177,16 @@ def _place_floats(to: Tensor, source: TensorSource, placement: Placement) -> Non
     if placement.offset:
         tensor = tensor.float() + placement.offset
     length = placement.shape[placement.dim]
-    to.narrow(placement.dim, placement.start, length).copy_(
-        tensor if placement.order is None else tensor[placement.order]
-    )
+    to.narrow(placement.dim, placement.start, length).copy_(_arranged(tensor, placement))
+
+
+def _arranged(tensor: Tensor, placement: Placement) -> Tensor:
+    """Returns what was read as the parameter has it: this rank's experts, and rows in order."""
+    if placement.experts is not None:
+        tensor = tensor.narrow(0, placement.experts.start, placement.experts.length)
+    if placement.order is not None:
+        tensor = tensor.index_select(placement.dim, placement.order)
+    return tensor
 
 
 # -- FP8 -------------------------------------------------------------------------------------------
@@ -209,7 +216,7 @@ def _is_of_product(model: nn.Module, placement: Placement, form: WeightForm) -> 
     """Whether a tensor is of a product that the form is about."""
     name, module = placement.module, model.get_submodule(placement.module)
     if isinstance(module, Experts):
-        return name.startswith("layers.")
+        return name.startswith("layers.") and placement.leaf in ("gate_up_proj", "down_proj")
     if not isinstance(module, Linear) or placement.leaf != "weight":
         return False
     if form.is_of_head:
@@ -244,15 +251,14 @@ def _place_product(
     to = _each(to, lambda t: t.narrow(placement.dim, placement.start, length))
     scaled = source.scaled
     if scaled is not None and scaled.is_fp8:
-        weight = _ordered(scaled.read(placement.cut), placement.order)
-        _copy(to, weight)
+        weight = scaled.read(placement.cut)
+        codes = _arranged(as_bytes(weight.codes), placement).view(weight.codes.dtype)
+        _copy(to, Fp8Weight(codes, _arranged(weight.scales, placement), weight.group))
         return
     cut = placement.cut
     cuts_columns = cut is not None and cut.dim == len(source.shape) - 1
     # A row's scale is of the whole row: the model is the same over any number of ranks.
-    tensor = source.read(None if cuts_columns else cut)
-    if placement.order is not None:
-        tensor = tensor[placement.order]
+    tensor = _arranged(source.read(None if cuts_columns else cut), placement)
     columns = cut if cuts_columns else None
     _quantize_into(to, tensor, device, f"{source.name} in {source.path}", columns)
 
@@ -286,10 +292,6 @@ def _rows_at_once(shape: torch.Size) -> Iterator[tuple[int | slice, ...]]:
     for matrix in product(*map(range, stack)):
         for start in range(0, rows, count):
             yield (*matrix, slice(start, start + count))
-
-
-def _ordered(weight: Fp8Weight, order: Tensor | None) -> Fp8Weight:
-    return weight if order is None else weight.at(order)
 
 
 def _copy(to: _Into, weight: Fp8Weight) -> None:

@@ -6,6 +6,7 @@
 | `fbgemm_fp8` | F8_E4M3 | `X.weight_scale` of rows |
 | `compressed-tensors` | F8_E4M3 or I8 | `X.weight_scale` of the tensor, of rows or of blocks |
 | `modelopt` | F8_E4M3 | `X.weight_scale` of the tensor, of rows or of blocks of 128 × 128 |
+| `mxfp4` | U8 | as `mxfp4.py` says |
 
 ModelOpt may write its part into `hf_quant_config.json` beside config.json. Weights that a config
 leaves out (`ignore`, `modules_to_not_convert`, `exclude_modules`) have another dtype: that decides.
@@ -22,7 +23,7 @@ from ..checks import is_int
 from ..errors import CheckpointError
 from .files import read_json_object
 
-FP8, INT8 = "F8_E4M3", "I8"
+FP8, INT8, MXFP4 = "F8_E4M3", "I8", "U8"
 MODELOPT_FILE = "hf_quant_config.json"
 Fields = dict[str, Any]
 
@@ -60,8 +61,9 @@ def quantization_fields(raw: Fields, where: Path) -> tuple[Fields, str]:
 
 def _unsupported(source: str, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{source} ({what}) is set, but only these are supported: float weights, FP8 (e4m3) and "
-        "INT8 weights with scales of the tensor, of rows or of blocks (quant_method "
+        f"{source} ({what}) is set, but only these are supported: float weights, FP8 "
+        "(e4m3) and INT8 weights with scales of the tensor, of rows or of blocks, and experts in "
+        "MXFP4 (quant_method "
         f"{', '.join(map(repr, _READERS))}). Use the unquantised checkpoint, or one of these."
     )
 
@@ -167,6 +169,7 @@ _READERS: dict[str, Callable[[Fields], Quantization | str]] = {
     "fbgemm_fp8": lambda fields: Quantization(FP8),
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
+    "mxfp4": lambda fields: Quantization(MXFP4),
 }
 
 

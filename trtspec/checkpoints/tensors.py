@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from ..errors import CheckpointError
 from .files import is_there, read_json_object
 
 if TYPE_CHECKING:
-    from .dequantized import ScaledTensor
+    from .scaled import ScaledTensor
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
@@ -63,6 +63,16 @@ class TensorSource:
             return self.load().narrow(cut.dim, cut.start, cut.length)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(damaged(self.path, error)) from error
+
+    def transposed(self) -> TensorSource:
+        """Returns it with its last two dimensions, of three, in each other's place."""
+
+        def read(cut: Cut | None = None) -> Tensor:
+            there = cut if cut is None or not cut.dim else cut._replace(dim=3 - cut.dim)
+            return self.read(there).transpose(1, 2)
+
+        first, rows, columns = self.shape
+        return replace(self, shape=(first, columns, rows), load=read, load_cut=read)
 
 
 def open_checkpoint(

@@ -156,9 +156,11 @@ def load_weights(model: Decoder, model_dir: Path, options: LoadOptions) -> None:
                 len(everything) - len(sources),
             )
         sources = dequantized(sources, config.raw, model_dir / "config.json")
+        sources = {_our_name(name): source for name, source in sources.items()}
         if tied and "lm_head.weight" in sources:  # some files have the shared weights as that alone
             sources.setdefault("model.embed_tokens.weight", sources["lm_head.weight"])
         _values_from_keys(sources, placement_of, model_dir, config)
+        _by_rows(sources, placement_of)
         _check(placement_of, sources, model_dir, config)
         if not options.form.keeps_fp8 and any(source.scaled for source in sources.values()):
             logger.info("%s: quantised weights are read as floats (%s).", model_dir, options.dtype)
@@ -166,6 +168,11 @@ def load_weights(model: Decoder, model_dir: Path, options: LoadOptions) -> None:
         if tied:
             _tie(model, sources.get("lm_head.weight"), model_dir)
     finish(model, options.device, options.pack)
+
+
+def _our_name(name: str) -> str:
+    """gpt-oss calls attention's sinks otherwise than draft heads and MiMo-V2 do."""
+    return re.sub(r"\.self_attn\.sinks$", ".self_attn.attention_sink_bias", name)
 
 
 def placements(model: nn.Module) -> dict[str, Placement]:
@@ -230,6 +237,8 @@ def finish(model: nn.Module, device: torch.device, pack: bool = True) -> None:
     for module in model.modules():
         if isinstance(module, Linear) and module.bias is not None and module.sums_over.rank > 0:
             module.bias.data.zero_()
+        if isinstance(module, Experts) and module.down_proj_bias is not None and module.shard.index:
+            module.down_proj_bias.data.zero_()
     if device.type == "cpu" and pack:
         for module in model.modules():
             if isinstance(module, Linear | Experts | RMSNorm):
@@ -313,6 +322,16 @@ def _makes_unread_kv(name: str, config: DecoderConfig) -> bool:
     match = re.match(r"model\.layers\.(\d{1,6})\.self_attn\.(?:[kv]_proj|[kv]_norm)\.", name)
     layer = config.num_layers if match is None else int(match[1])
     return layer < config.num_layers and config.kv_layer(layer) != layer
+
+
+def _by_rows(sources: dict[str, TensorSource], placement_of: Mapping[str, Placement]) -> None:
+    """Makes [E, out, in] of the float stacks that a checkpoint holds as [E, in, out]."""
+    for name, placement in placement_of.items():
+        source = sources.get(name)
+        if source is None or not placement.floats_by_columns or source.scaled is not None:
+            continue
+        if len(source.shape) == 3:  # others are refused as they are
+            sources[name] = source.transposed()
 
 
 def _values_from_keys(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import native
 from ..distributed.parallel import WHOLE, Shard
-from ..ops.experts.torch import grouped_experts
+from ..ops.experts.torch import ExpertBiases, grouped_experts
 from ..ops.layer.activation import SWIGLU, GateAndMul
 from ..ops.layer.fp8 import Fp8Weight, multiply_floats
 from .linear import Linear
@@ -27,13 +27,14 @@ MAX_FP8_ROWS, MAX_FP8_VALUES = 4, 2_000_000
 class Experts(nn.Module):
     """E gated networks, of which each row goes through some.
 
-    They have `gate_up_proj` [E, 2I, D] and `down_proj` [E, D, I]. After `pack()` on CPU each
-    expert's packed `Linear`s replace them. After `hold_fp8` they are FP8 codes, and
-    `gate_up_scales` and `down_scales` what those are multiplied by.
+    They have `gate_up_proj` [E, 2I, D] and `down_proj` [E, D, I], perhaps with biases. After
+    `pack()` on CPU each expert's packed `Linear`s replace the weights. After `hold_fp8` these are
+    FP8 codes, and `gate_up_scales` and `down_scales` what those are multiplied by.
 
     Args:
         gate_and_mul: what stands between the two products, [n, 2I] -> [n, I].
         num_experts: of this rank, from expert `first` of `total` on. The others add nothing here.
+        has_bias: they have `gate_up_proj_bias` [E, 2I] and `down_proj_bias` [E, D].
         inner: I, of the part that this rank has of each expert's width; `shard` says which part.
     """
 
@@ -44,6 +45,7 @@ class Experts(nn.Module):
         inner: int,
         gate_and_mul: GateAndMul = SWIGLU,
         *,
+        has_bias: bool = False,
         first: int = 0,
         total: int | None = None,
         shard: Shard = WHOLE,
@@ -58,6 +60,10 @@ class Experts(nn.Module):
         self.down_proj: nn.Parameter | None = nn.Parameter(
             torch.empty(num_experts, size, inner), requires_grad=False
         )
+        self.gate_up_proj_bias = self.down_proj_bias = None
+        if has_bias:
+            self.gate_up_proj_bias = _empty_bias(num_experts, 2 * inner)
+            self.down_proj_bias = _empty_bias(num_experts, size)
         self.gate_up_scales: nn.Parameter | None = None  # [E, 2I, ceil(D / group)] float32
         self.down_scales: nn.Parameter | None = None  # [E, D, ceil(I / group)] float32
         self.gate_up_group, self.down_group = size, inner
@@ -70,6 +76,17 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(down.codes, requires_grad=False)
         self.down_scales = nn.Parameter(down.scales, requires_grad=False)
         self.gate_up_group, self.down_group = gate_up.group, down.group
+
+    @property
+    def biases(self) -> ExpertBiases | None:
+        if self.gate_up_proj_bias is None or self.down_proj_bias is None:
+            return None
+        return ExpertBiases(self.gate_up_proj_bias, self.down_proj_bias)
+
+    def _biases_of(self, expert: int) -> tuple[Tensor | None, Tensor | None]:
+        """Of the two products."""
+        first, second = self.gate_up_proj_bias, self.down_proj_bias
+        return (None, None) if first is None or second is None else (first[expert], second[expert])
 
     @property
     def fp8(self) -> tuple[Fp8Weight, Fp8Weight] | None:
@@ -89,10 +106,10 @@ class Experts(nn.Module):
         if self.fp8 is not None:
             return
         assert self.down_proj is not None
-        self._packed = [
-            (_packed(up), _packed(down))
-            for up, down in zip(self.gate_up_proj.data, self.down_proj.data, strict=True)
-        ]
+        for expert in range(self.num_experts):
+            of_expert = self.gate_up_proj.data[expert], self.down_proj.data[expert]
+            first, second = map(_packed, of_expert, self._biases_of(expert))
+            self._packed.append((first, second))
         self.gate_up_proj = self.down_proj = None
 
     def forward(
@@ -127,6 +144,8 @@ class Experts(nn.Module):
         is_readable = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
         serves = self._serves_floats if self.gate_up_scales is None else self._serves_fp8
         if not (is_few and is_small and is_readable and serves(x)):
+            return None
+        if self.biases is not None or self.gate_and_mul.alpha is not None:
             return None
         return native.kernels(x)
 
@@ -177,7 +196,9 @@ class Experts(nn.Module):
             return self._expert_by_expert(x, ids, weights)
         assert self.gate_up_proj is not None and self.down_proj is not None
         gate_up, down = self.fp8 or (self.gate_up_proj, self.down_proj)
-        return grouped_experts(x, ids, weights, gate_up, down, self.gate_and_mul, self.total)
+        of_rows = x, ids, weights
+        between, biases = self.gate_and_mul, self.biases
+        return grouped_experts(*of_rows, gate_up, down, between, self.total, biases)
 
     def _expert_by_expert(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Runs the experts that were chosen, each over its rows.
@@ -197,15 +218,21 @@ class Experts(nn.Module):
         if self._packed:
             first, second = self._packed[expert]
             return second(self.gate_and_mul(first(x)))
+        up_bias, down_bias = self._biases_of(expert)
         if (held := self.fp8) is not None:
             gate_up, down = (stack.at(expert) for stack in held)
-            return multiply_floats(self.gate_and_mul(multiply_floats(x, gate_up)), down)
+            inner = self.gate_and_mul(multiply_floats(x, gate_up, bias=up_bias))
+            return multiply_floats(inner, down, bias=down_bias)
         assert self.gate_up_proj is not None and self.down_proj is not None
-        inner = self.gate_and_mul(F.linear(x, self.gate_up_proj[expert]))
-        return F.linear(inner, self.down_proj[expert])
+        inner = self.gate_and_mul(F.linear(x, self.gate_up_proj[expert], up_bias))
+        return F.linear(inner, self.down_proj[expert], down_bias)
 
 
-def _packed(weight: Tensor) -> Linear:
-    linear = Linear.of(weight.contiguous())
+def _empty_bias(count: int, size: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(count, size), requires_grad=False)
+
+
+def _packed(weight: Tensor, bias: Tensor | None) -> Linear:
+    linear = Linear.of(weight.contiguous(), bias)
     linear.pack()
     return linear

@@ -18,9 +18,13 @@ class MoENames:
     """A mixture's tensors in the checkpoint, below their layer's name."""
 
     router: str = "mlp.gate.weight"
+    router_bias: str = ""  # "": it has none
     correction_bias: str = "mlp.gate.e_score_correction_bias"
     expert: str = "mlp.experts.{expert}.{part}.weight"  # without {expert}: all, stacked [E, …]
+    expert_bias: str = ""  # of all, stacked [E, out]; "": they have none
     has_gate_up: bool = False  # gate_proj and up_proj are one tensor, `gate_up_proj`
+    interleaves: bool = False  # its rows are a gate's and an up's in turn; else gates come first
+    floats_by_columns: bool = False  # stacks are [E, in, out] where they are not quantised
     shared: str = "mlp.shared_experts"
 
 
@@ -44,6 +48,7 @@ class MoEConfig:
     first_k_dense_replace: int = 0
     activation: str = "silu"  # of the experts' gates, or "gelu_tanh"
     swiglu_limit: float | None = None  # clamps silu(gate) and up of the routed experts
+    swiglu_alpha: float | None = None  # then gates are clamped before, as of gpt-oss
     shared_swiglu_limit: float | None = None
     beside_mlp: bool = False  # the MLP stays; experts have norms and a router of their own (Gemma)
     names: MoENames = MoENames()

@@ -67,6 +67,6 @@ def _problem_of_experts(config: DecoderConfig, size: int, expert_ranks: int) -> 
             return f"layer {layer} has {moe.num_experts} experts"
         if moe.intermediate_size % width_ranks:
             return f"the width of layer {layer}'s experts is {moe.intermediate_size}"
-        if moe.names.has_gate_up and width_ranks > 1:
+        if moe.names.has_gate_up and not moe.names.interleaves and width_ranks > 1:
             return f"gate and up of layer {layer}'s experts are one tensor, which is not cut"
     return None

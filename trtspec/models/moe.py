@@ -1,5 +1,5 @@
-"""Mixtures of experts: in an MLP's place (DeepSeek-V3, GLM-4-MoE, Qwen3-MoE, Step-3.5), or beside
-it (Gemma-4)."""
+"""Mixtures of experts: in an MLP's place (DeepSeek-V3, GLM-4-MoE, gpt-oss, Qwen3-MoE, Step-3.5), or
+beside it (Gemma-4)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from .placement import Placement, beside
 
 
 class Router(nn.Module):
-    """Scores of experts, whose weight and bias stay in float32 whatever the model's dtype."""
+    """Scores of experts, whose weight and biases stay in float32 whatever the model's dtype."""
 
     def __init__(self, config: MoEConfig, size: int):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, size), requires_grad=False)
+        self.bias: nn.Parameter | None = None
+        if config.names.router_bias:
+            self.bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
         self.e_score_correction_bias: nn.Parameter | None = None
         if config.has_correction_bias:
             bias = torch.empty(config.num_experts)
@@ -36,7 +39,7 @@ class Router(nn.Module):
         return self.choose(router_logits(x, self.weight))
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """As `forward`, of scores [T, E]."""
+        """As `forward`, of scores [T, E] without the bias."""
         config = self.config
         return route(
             logits,
@@ -47,6 +50,7 @@ class Router(nn.Module):
             topk_group=config.topk_group,
             normalize=config.norm_topk_prob,
             scale=config.routed_scaling_factor,
+            logit_bias=self.bias,
         )
 
 
@@ -158,17 +162,28 @@ class MoEBesideMLP(nn.Module):
 
 def _experts(config: MoEConfig, size: int, parallel: Parallel) -> Experts:
     """Returns this rank's part of a mixture: some experts, or some of each one's width."""
-    between = gate_and_mul(config.activation, config.swiglu_limit)
+    between = gate_and_mul(config.activation, config.swiglu_limit, config.swiglu_alpha)
     count, ranks = config.num_experts // parallel.expert_ranks, parallel.width_ranks
     first = parallel.rank // ranks * count
     width = config.intermediate_size // ranks
     shard = Shard(0, parallel.rank % ranks, ranks)
-    return Experts(count, size, width, between, first=first, total=config.num_experts, shard=shard)
+    return Experts(
+        count,
+        size,
+        width,
+        between,
+        has_bias=bool(config.names.expert_bias),
+        first=first,
+        total=config.num_experts,
+        shard=shard,
+    )
 
 
 def _router_placements(router: Router, module: str, name: str) -> dict[str, Placement]:
     names, shape = router.config.names, tuple(router.weight.shape)
     found = {beside(name, names.router): ("weight", shape)}
+    if router.bias is not None:
+        found[beside(name, names.router_bias)] = ("bias", shape[:1])
     if router.e_score_correction_bias is not None:
         found[beside(name, names.correction_bias)] = ("e_score_correction_bias", shape[:1])
     return {
@@ -180,7 +195,8 @@ def _router_placements(router: Router, module: str, name: str) -> dict[str, Plac
 def _expert_placements(
     experts: Experts, names: MoENames, module: str, name: str
 ) -> dict[str, Placement]:
-    """Returns the placements of a tensor for each expert and part, or for each part."""
+    """Returns the placements of a tensor for each expert and part, or for each part; of biases,
+    for each part."""
     first, size, inner = experts.first, experts.size, experts.inner
     parts = _parts(size, inner)
     if names.has_gate_up:
@@ -202,8 +218,20 @@ def _expert_placements(
                 )
         else:
             source = beside(name, names.expert.format(part=part))
-            placement_of[source] = _stacked(experts, part, Placement(module, leaf, start, shape))
+            stacked = _stacked(experts, part, Placement(module, leaf, start, shape))
+            order = _gates_first(inner) if names.interleaves and part == "gate_up_proj" else None
+            by_columns = names.floats_by_columns
+            placement_of[source] = replace(stacked, order=order, floats_by_columns=by_columns)
+            if names.expert_bias:
+                bias = _stacked(experts, part, Placement(module, f"{leaf}_bias", 0, shape[:1]))
+                source = beside(name, names.expert_bias.format(part=part))
+                placement_of[source] = replace(bias, order=order)
     return placement_of
+
+
+def _gates_first(inner: int) -> Tensor:
+    """Returns the order of rows that are a gate's and an up's in turn."""
+    return torch.arange(2 * inner, device="cpu").view(-1, 2).t().flatten()
 
 
 def _width_cut(experts: Experts, part: str, shape: tuple[int, ...]) -> Cut | None:
@@ -215,12 +243,12 @@ def _width_cut(experts: Experts, part: str, shape: tuple[int, ...]) -> Cut | Non
 def _stacked(experts: Experts, part: str, of_one: Placement) -> Placement:
     """Returns the placement of all experts' tensors of a kind as one, [E, …]."""
     count, shape = experts.num_experts, of_one.shape
-    cut = _width_cut(experts, part, shape)
-    if cut is not None:
-        cut = cut._replace(dim=cut.dim + 1)
-    elif count < experts.total:
-        cut = Cut(0, experts.first, count, experts.total)
-    return replace(of_one, shape=(count, *shape), dim=1, cut=cut)
+    cut = None if len(shape) == 1 and part == "down_proj" else _width_cut(experts, part, shape)
+    own = Cut(0, experts.first, count, experts.total) if count < experts.total else None
+    stacked = replace(of_one, shape=(count, *shape), dim=1)
+    if cut is None:
+        return replace(stacked, cut=own)
+    return replace(stacked, cut=cut._replace(dim=cut.dim + 1), experts=own)
 
 
 def _mlp_placements(mlp: Any, source: str, module: str) -> dict[str, Placement]:

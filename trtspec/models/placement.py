@@ -19,20 +19,23 @@ class Placement:
     leaf: str
     start: int
     shape: tuple[int, ...]
-    order: Tensor | None = None  # of the source's rows, int64; None is its own
+    order: Tensor | None = None  # of the source along `dim`, int64; None is its own
     expert: int | None = None  # the rows of parameter[expert]
     dtype: torch.dtype | None = None  # of the parameter; None is the model's
     offset: float = 0.0  # added to the source in float32
     dim: int = 0  # that `start` counts along
     cut: Cut | None = None  # of the source; None is all of it
+    experts: Cut | None = None  # of a stack that `cut` cuts by width: which of its experts
+    floats_by_columns: bool = False  # a stack [E, in, out] in the checkpoint if not quantised
     is_elsewhere: bool = False  # another rank has it: checked here, not read
 
     @property
     def source_shape(self) -> tuple[int, ...]:
         """The shape that the checkpoint's tensor must have."""
-        if self.cut is None:
-            return self.shape
-        return (*self.shape[: self.cut.dim], self.cut.full, *self.shape[self.cut.dim + 1 :])
+        shape = list(self.shape)
+        for cut in filter(None, (self.cut, self.experts)):
+            shape[cut.dim] = cut.full
+        return tuple(shape)
 
 
 def beside(module: str, tensor: str) -> str:

@@ -62,6 +62,34 @@ def qwen_moe(hf: Any, where: Path) -> MoEConfig:
     return moe
 
 
+def gpt_oss_moe(hf: Any, where: Path) -> MoEConfig:
+    """gpt-oss's: softmax over the chosen experts, which is softmax over all, normalized; biases in
+    router and experts, and a clamped activation.
+
+    Raises:
+        CheckpointError: as `deepseek_moe`.
+    """
+    count = _count(hf, "num_local_experts", _COUNTS, where)
+    return MoEConfig(
+        num_experts=count,
+        experts_per_token=_count(hf, "num_experts_per_tok", range(1, count + 1), where),
+        intermediate_size=_count(hf, "intermediate_size", _SIZES, where),
+        scoring="softmax",
+        has_correction_bias=False,
+        swiglu_limit=_factor(hf, "swiglu_limit", where, 7.0),
+        swiglu_alpha=_factor(hf, "swiglu_alpha", where, 1.702),
+        names=MoENames(
+            router="mlp.router.weight",
+            router_bias="mlp.router.bias",
+            expert="mlp.experts.{part}",
+            expert_bias="mlp.experts.{part}_bias",
+            has_gate_up=True,
+            interleaves=True,
+            floats_by_columns=True,
+        ),
+    )
+
+
 def step_moe(raw: Mapping[str, Any], where: Path) -> MoEConfig:
     """Step-3.5's, by its own names: DeepSeek-V3's router without groups, one shared expert. Scores
     are taken in float32 here whatever `need_fp32_gate` says.
@@ -85,7 +113,10 @@ def step_moe(raw: Mapping[str, Any], where: Path) -> MoEConfig:
         has_correction_bias=bool(raw.get("use_moe_router_bias")),
         routed_scaling_factor=_factor(hf, "moe_router_scaling_factor", where),
         names=MoENames(
-            "moe.gate.weight", "moe.router_bias", "moe.{part}.weight", shared="share_expert"
+            router="moe.gate.weight",
+            correction_bias="moe.router_bias",
+            expert="moe.{part}.weight",
+            shared="share_expert",
         ),
     )
 
@@ -134,5 +165,5 @@ def _count(hf: Any, name: str, allowed: range, where: Path) -> int:
     return checked_int(where, name, value, allowed)
 
 
-def _factor(hf: Any, name: str, where: Path) -> float:
-    return checked_positive(where, name, getattr(hf, name, 1.0))
+def _factor(hf: Any, name: str, where: Path, default: float = 1.0) -> float:
+    return checked_positive(where, name, getattr(hf, name, default))

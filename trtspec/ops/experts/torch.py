@@ -7,6 +7,7 @@ group, softmax scores and no bias it is the classic one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,7 @@ def route(
     topk_group: int = 1,
     normalize: bool = True,
     scale: float = 1.0,
+    logit_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the experts of each row and their weights, [T, top_k] int64 and float32.
 
@@ -47,7 +49,10 @@ def route(
         n_group, topk_group: experts come from the `topk_group` of `n_group` groups whose two best
             scores have the largest sums.
         normalize: weights sum to 1 before `scale` is applied.
+        logit_bias: [E] float32, added to the logits; or None.
     """
+    if logit_bias is not None:
+        logits = logits + logit_bias
     scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)  # [T, E]
     choice = scores if bias is None else scores + bias
     if n_group > 1:
@@ -89,6 +94,13 @@ def normed_router_logits(x: Tensor, norm: Norm, weight: Tensor) -> tuple[Tensor,
     return normed, router_logits(normed, weight)
 
 
+class ExpertBiases(NamedTuple):
+    """What experts add to their two products."""
+
+    gate_up: Tensor  # [E, 2I]
+    down: Tensor  # [E, D]
+
+
 def grouped_experts(
     x: Tensor,
     ids: Tensor,
@@ -97,6 +109,7 @@ def grouped_experts(
     down: Tensor | Fp8Weight,
     gate_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
     total: int | None = None,
+    biases: ExpertBiases | None = None,
 ) -> Tensor:
     """As `Experts.forward`, by two grouped products over the rows sorted by expert.
 
@@ -114,21 +127,29 @@ def grouped_experts(
     rows, ends, positions = sort_by_expert(ids, count + has_others)
     ends = ends[:count]
     average = ids.numel() / total
-    inner = gate_and_mul(grouped_matmul(x[rows], gate_up, ends, average))  # [T*k, I]
-    y = grouped_matmul(inner, down, ends, average)
+    first, second = biases or (None, None)
+    inner = gate_and_mul(grouped_matmul(x[rows], gate_up, ends, average, first))  # [T*k, I]
+    y = grouped_matmul(inner, down, ends, average, second)
     if has_others:  # nothing was written to the rows behind the last expert's
         is_here = torch.arange(len(y), device=y.device) < ends[-1]
         y = torch.where(is_here[:, None], y, 0)
     return combine(y, positions, weights)
 
 
-def grouped_matmul(x: Tensor, weight: Tensor | Fp8Weight, ends: Tensor, average: float) -> Tensor:
+def grouped_matmul(
+    x: Tensor,
+    weight: Tensor | Fp8Weight,
+    ends: Tensor,
+    average: float,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Multiplies rows x [N, K], sorted by expert, each with its expert's of weight [E, M, K].
 
     Args:
         weight: float, or FP8 with codes [E, M, K] and scales [E, M, ceil(K / group)].
         ends: [E] int32, where each expert's rows end.
         average: rows of an expert, as may be expected; a hint for the choice of kernels.
+        bias: [E, M], added to the rows of each expert; or None.
 
     Returns:
         [N, M]; what rows behind the last expert's have is not defined.
@@ -136,13 +157,22 @@ def grouped_matmul(x: Tensor, weight: Tensor | Fp8Weight, ends: Tensor, average:
     if isinstance(weight, Fp8Weight):
         triton = kernels("experts.triton_fp8", x)
         if triton is not None:
-            return triton.grouped_matmul(x, weight, ends, average)
-        return _one_expert_at_a_time(x, weight, ends)
+            return triton.grouped_matmul(x, weight, ends, average, bias)
+        return _with_bias(_one_expert_at_a_time(x, weight, ends), bias, ends)
     by_library = average >= MIN_LIBRARY_ROWS and has_grouped_mm(x, weight)
     triton = None if by_library else kernels("experts.triton", x)
     if triton is not None:
-        return triton.grouped_matmul(x, weight, ends, average)
-    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        return triton.grouped_matmul(x, weight, ends, average, bias)
+    return _with_bias(F.grouped_mm(x, weight.transpose(1, 2), offs=ends), bias, ends)
+
+
+def _with_bias(y: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    """Adds each expert's bias [M] to its rows of y [N, M], in y's memory."""
+    if bias is None:
+        return y
+    rows = torch.arange(len(y), device=y.device, dtype=ends.dtype)
+    owners = torch.searchsorted(ends, rows, right=True)
+    return y.add_(bias[owners.clamp_(max=len(bias) - 1)])  # rows behind the last have no owner
 
 
 def _one_expert_at_a_time(x: Tensor, weight: Fp8Weight, ends: Tensor) -> Tensor:

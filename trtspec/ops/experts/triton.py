@@ -133,6 +133,7 @@ def route(
     topk_group: int = 1,
     normalize: bool = True,
     scale: float = 1.0,
+    logit_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As its twin; of equal scores the first expert's is taken. One program works on each row."""
     rows, count = logits.shape
@@ -149,6 +150,7 @@ def route(
     )
     _route_kernel[(rows,)](
         logits.contiguous(),
+        logit_bias,
         bias,
         Chosen(ids, weights),
         count,
@@ -165,6 +167,7 @@ def route(
 @triton.jit
 def _route_kernel(
     logits_ptr,
+    logit_bias_ptr,
     bias_ptr,
     chosen,
     count,
@@ -185,6 +188,8 @@ def _route_kernel(
     inside = (group[:, None] < n_group) & (member[None, :] < per_group)
     nothing = float("-inf")
     logits = tl.load(logits_ptr + row * count + experts, mask=inside, other=nothing)
+    if logit_bias_ptr is not None:
+        logits += tl.load(logit_bias_ptr + experts, mask=inside, other=0.0)
     if sizes.SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
@@ -282,7 +287,9 @@ class Tiles(NamedTuple):
     PRECISION: str
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, average: float) -> Tensor:
+def grouped_matmul(
+    x: Tensor, weight: Tensor, ends: Tensor, average: float, bias: Tensor | None = None
+) -> Tensor:
     """As its twin. Expert e's rows end at ends[e], which stays on the device.
 
     So tiles of rows are counted there, and the grid has as many as there can be at most.
@@ -295,6 +302,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, average: float) -> T
     _grouped_matmul_kernel[(tiles, triton.cdiv(columns, shape.columns))](
         x,
         weight,
+        bias,
         ends,
         out,
         columns,
@@ -355,6 +363,7 @@ def find_tile(ends_ptr, count, ROWS: tl.constexpr, COUNT: tl.constexpr):
 def _grouped_matmul_kernel(
     x_ptr,
     weight_ptr,
+    bias_ptr,
     ends_ptr,
     out_ptr,
     columns,
@@ -382,6 +391,9 @@ def _grouped_matmul_kernel(
         inside = (column[None, :] < columns) & (d[:, None] < size)
         weight = tl.load(weight_ptrs + d[:, None], mask=inside, other=0.0)
         total = tl.dot(x, weight, total, input_precision=tiles.PRECISION)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert * columns + column, mask=column < columns, other=0.0)
+        total += bias.to(tl.float32)[None, :]
     out_ptrs = out_ptr + row[:, None].to(tl.int64) * columns + column[None, :]
     inside = (row[:, None] < end) & (column[None, :] < columns)
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -34,7 +34,9 @@ class Tiles(NamedTuple):
     PRECISION: str
 
 
-def grouped_matmul(x: Tensor, weight: Fp8Weight, ends: Tensor, average: float) -> Tensor:
+def grouped_matmul(
+    x: Tensor, weight: Fp8Weight, ends: Tensor, average: float, bias: Tensor | None = None
+) -> Tensor:
     """As `torch.py`'s.
 
     Args:
@@ -51,6 +53,7 @@ def grouped_matmul(x: Tensor, weight: Fp8Weight, ends: Tensor, average: float) -
         x,
         as_read(weight.codes, quick),
         weight.scales.contiguous(),
+        bias,
         ends,
         out,
         columns,
@@ -92,6 +95,7 @@ def _scaled_matmul_kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
+    bias_ptr,
     ends_ptr,
     out_ptr,
     columns,
@@ -135,6 +139,9 @@ def _scaled_matmul_kernel(
             scale = next_scale
     if tiles.BY_ROWS:
         total *= scale[:, None]
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert * columns + column, mask=column < columns, other=0.0)
+        total += bias.to(tl.float32)[:, None]
     out_ptrs = out_ptr + row[:, None].to(tl.int64) * columns + column[None, :]
     inside = (row[:, None] < end) & (column[None, :] < columns)
     tl.store(out_ptrs, tl.trans(total).to(out_ptr.dtype.element_ty), mask=inside)

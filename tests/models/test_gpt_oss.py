@@ -1,0 +1,151 @@
+"""gpt-oss: sinks, windows, biases, its activation and MXFP4 experts, against transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loading import ON_CPU
+from matrix import config_of, covering, cpu_engine, make_drafters
+from oracle import VOCAB, Oracle, logit_error, prompt_tensors
+from safetensors.torch import load_file, save_file
+from tiny_gemma import edit_config
+from tiny_gpt_oss import BY_GROUPS, gpt_oss_dir, mxfp4_dir
+
+from trtspec import SamplingParams
+from trtspec.checkpoints.hf_config import load_config
+from trtspec.checkpoints.weights import load_decoder
+from trtspec.errors import CheckpointError
+
+pytest.importorskip("transformers.models.gpt_oss", reason="transformers is too old for an oracle")
+FULL, SLIDING = "full_attention", "sliding_attention"
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"attention_bias": False, "num_experts_per_tok": 1},
+    {"layer_types": [FULL, FULL, SLIDING], "swiglu_limit": 7.0, "num_experts_per_tok": 6},
+    {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "swiglu_limit": 0.2},
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_logits_equal_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    error, spread = logit_error(gpt_oss_dir(tmp_path, **changes), prompt_tensors(97))
+    assert spread > 0.5
+    assert error < 1e-4
+
+
+@pytest.mark.parametrize("sizes", [BY_GROUPS, {"hidden_size": 64, "intermediate_size": 64}])
+def test_mxfp4_logits_equal_transformers(tmp_path: Path, sizes: dict[str, int]) -> None:
+    """It makes floats of them by its own table. With equal sizes a turned matrix has its shape."""
+    error, spread = logit_error(mxfp4_dir(tmp_path, **sizes), prompt_tensors(97))
+    assert spread > 0.5
+    assert error < 1e-4
+
+
+# -- decoding ------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    path = gpt_oss_dir(folder, seed=1)
+    return path, Oracle(path), make_drafters(folder)
+
+
+@pytest.mark.slow
+@covering(
+    mode=["none", "ngram", "eagle3", "dflash", "draft_target"], chunk=[None, 24],
+    overlap=[False, True], pool=[None, 112],
+)  # fmt: skip
+def test_greedy_equals_transformers(
+    target: Any, mode: str, chunk: int | None, overlap: bool, pool: int | None
+) -> None:
+    path, oracle, drafters = target
+    llm = cpu_engine(
+        path, config_of(mode, 3, drafters), chunk=chunk, overlap=overlap, pool=pool,
+        max_num_tokens=chunk or 256,
+    )  # fmt: skip
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(5)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+    expected = oracle.extend_all(prompts, 20)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert pool is None or llm.executor.stats().num_preemptions > 0
+    llm.executor.kv_cache.check_integrity()
+
+
+# -- refusals ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_local_experts": 0}, ["num_local_experts=0"]),
+        ({"num_experts_per_tok": 7}, ["num_experts_per_tok=7", "1 … 6"]),
+        ({"swiglu_limit": -1.0}, ["swiglu_limit"]),
+        ({"layer_types": [FULL, "chunked_attention", FULL]}, ["chunked_attention"]),
+        ({"hidden_act": "gelu"}, ["hidden_act='gelu'"]),
+    ],
+)
+def test_configs_that_are_refused(tmp_path: Path, fields: dict[str, Any], words: list[str]) -> None:
+    path = gpt_oss_dir(tmp_path)
+    edit_config(path, **fields)
+    with pytest.raises(CheckpointError) as refusal:
+        load_config(path)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+STACK = "model.layers.1.mlp.experts.down_proj"
+
+
+def _drop(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.__delitem__(name)
+
+
+def _nan_scale(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{STACK}_scales"][2, 3, 1] = 255
+
+
+def _short(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{STACK}_blocks"] = tensors[f"{STACK}_blocks"][..., :8].contiguous()
+
+
+def _fewer_experts(tensors: dict[str, torch.Tensor]) -> None:
+    for part in ("blocks", "scales"):
+        tensors[f"{STACK}_{part}"] = tensors[f"{STACK}_{part}"][:5].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_drop(f"{STACK}_scales"), [f"{STACK}_blocks, but not {STACK}_scales"]),
+        (_drop(f"{STACK}_blocks"), [f"{STACK}_scales, but not {STACK}_blocks"]),
+        (_drop(f"{STACK}_bias"), ["lacks 1 of", f"{STACK}_bias"]),
+        (_nan_scale, [f"{STACK}_scales", "1 scales that are NaN"]),
+        (_short, [f"{STACK}_blocks", "[6, 64, 3, 8]", "groups, 16]"]),
+        (_fewer_experts, [STACK, "[5, 64, 96]", "[6, 64, 96]"]),
+    ],
+)
+def test_weights_that_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], words: list[str]
+) -> None:
+    path = mxfp4_dir(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as refusal:
+        load_decoder(path, ON_CPU)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_a_config_without_newer_fields_is_read(tmp_path: Path) -> None:
+    """As published: `swiglu_alpha` is missing, and rope_scaling stands beside rope_theta."""
+    path = gpt_oss_dir(tmp_path)
+    raw = json.loads((path / "config.json").read_text())
+    del raw["swiglu_alpha"]
+    rope = raw.pop("rope_parameters")
+    raw |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "experts_per_token": 2}
+    (path / "config.json").write_text(json.dumps(raw))
+    error, _ = logit_error(path, prompt_tensors(97))
+    assert error < 1e-4

@@ -1,0 +1,96 @@
+"""MXFP4 weights (OCP Microscaling Formats 1.0): 32 numbers of 4 bits (e2m1) share a power of two.
+
+    X_blocks [E, out, in / 32, 16] uint8: two numbers a byte, the first of them in its low bits
+    X_scales [E, out, in / 32]     uint8: 2^(s - 127); 255 is NaN
+
+So gpt-oss stores the experts' stacks X. Every number of e2m1 is one of e4m3 too: here they are FP8
+weights whose groups have 32 columns, with the same values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..distributed.parallel import Cut
+from ..errors import CheckpointError
+from .quantization import FP8, MXFP4
+from .scaled import ScaledTensor, as_floats
+from .tensors import TensorSource
+
+GROUP = 32  # columns that share a scale
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1: two bits of exponent, one more
+
+
+def unpacked(sources: dict[str, TensorSource], where: Path) -> dict[str, TensorSource]:
+    """Returns the tensors of a checkpoint with its MXFP4 weights as quantised ones, by their names
+    X.
+
+    Args:
+        where: its config.json, for messages.
+
+    Raises:
+        CheckpointError: blocks without scales, scales without blocks, or of other shapes or dtypes.
+    """
+    found = dict(sources)
+    for name in [name for name in sources if name.endswith(_BLOCKS)]:
+        stem = name.removesuffix(_BLOCKS)
+        blocks, scales = found.pop(name), found.pop(f"{stem}{_SCALES}", None)
+        if scales is None:
+            raise CheckpointError(
+                f"{where.parent} holds {name}, but not {stem}{_SCALES}. Copy the checkpoint again "
+                "from its source, all shards of it."
+            )
+        found[stem] = _weight(stem, blocks, scales)
+    left = next((name for name in found if name.endswith(_SCALES)), None)
+    if left is not None:
+        raise CheckpointError(
+            f"{where.parent} holds {left}, but not {left.removesuffix(_SCALES)}{_BLOCKS}. Copy the "
+            "checkpoint again from its source, all shards of it."
+        )
+    return found
+
+
+def _weight(stem: str, blocks: TensorSource, scales: TensorSource) -> TensorSource:
+    of_groups = blocks.shape[:-1]
+    is_whole = len(blocks.shape) == 4 and blocks.shape[-1] == GROUP // 2
+    if not is_whole or scales.shape != of_groups or {blocks.dtype, scales.dtype} != {MXFP4}:
+        raise CheckpointError(
+            f"{blocks.name} in {blocks.path} has shape {list(blocks.shape)} and dtype "
+            f"{blocks.dtype}, {scales.name} {list(scales.shape)} and {scales.dtype}; MXFP4 has "
+            f"[experts, outputs, groups, {GROUP // 2}] and [experts, outputs, groups] of {MXFP4}. "
+            "Copy the checkpoint again from its source."
+        )
+    shape = (*of_groups[:-1], of_groups[-1] * GROUP)
+    read = partial(_codes, blocks)
+    codes = replace(blocks, shape=shape, dtype=FP8, load=read, load_cut=read)
+    powers = replace(scales, dtype="F32", load=partial(_powers, scales), load_cut=None)
+    weight = ScaledTensor(codes, powers, of_groups, block=(1, GROUP))
+    return as_floats(replace(blocks, name=stem, shape=shape), weight)
+
+
+def _codes(blocks: TensorSource, cut: Cut | None = None) -> Tensor:
+    """Returns the numbers in e4m3, [E, out, in] or a cut of it."""
+    whole_groups = cut
+    if cut is not None and cut.dim == 2:
+        first, end = cut.start // GROUP, -(-(cut.start + cut.length) // GROUP)
+        whole_groups = Cut(2, first, end - first, cut.full // GROUP)
+    packed = blocks.read(whole_groups)
+    table = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)]).to(torch.float8_e4m3fn)
+    bytes_of = table.view(torch.uint8)
+    low, high = (bytes_of[half.int()] for half in (packed & 15, packed >> 4))
+    codes = torch.stack((low, high), dim=-1).flatten(-3).view(torch.float8_e4m3fn)
+    if cut is None or cut.dim != 2:
+        return codes
+    return codes.narrow(2, cut.start % GROUP, cut.length)
+
+
+def _powers(scales: TensorSource) -> Tensor:
+    exponents = scales.read().int() - 127
+    powers = torch.ldexp(torch.ones(exponents.shape), exponents)
+    return torch.where(exponents == 128, torch.nan, powers)
