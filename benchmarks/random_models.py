@@ -149,6 +149,26 @@ PRESETS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "hidden_act": "silu",
     },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150_000.0},
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
     "tiny": _llama(
         size=64,
         inner=128,
@@ -177,12 +197,25 @@ class Checkpoint:
             stride = self.config["vocab_size"] // shape[0]
             return torch.arange(shape[0]) * (stride - 1)
         empty = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        if dtype_of(name) == "U8":
+            generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+            codes = torch.empty(shape, dtype=torch.uint8, device=device)
+            if name.endswith("_scales"):
+                return codes.fill_(125 - round(math.log2(shape[-1] * 32) / 2))
+            return codes.random_(0, 256, generator=generator)
         if name.endswith("bias"):
             return empty.zero_()
         if len(shape) == 1:
             return empty.fill_(1)
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         return empty.normal_(0, shape[-1] ** -0.5, generator=generator)
+
+
+def dtype_of(name: str) -> str:
+    """As safetensors names it."""
+    if name.endswith(("_blocks", "_scales")):  # of MXFP4
+        return "U8"
+    return "I64" if name == "d2t" else "BF16"
 
 
 class Model:
@@ -215,10 +248,20 @@ class Model:
             for name, place in places.items()
             if not (c.tie_word_embeddings and name == "lm_head.weight")
         }
+        for name, place in places.items():
+            if place.floats_by_columns:
+                shapes |= self._stack(f"model.{name}", *shapes.pop(f"model.{name}"))
         layer = _below(f"model.layers.{c.num_layers - 1}.", shapes)
         for i in range(c.num_layers, c.num_layers + num_mtp_layers):
             shapes |= self._mtp_layer(layer, f"model.layers.{i}.")
         return Checkpoint({**self.raw, "num_nextn_predict_layers": num_mtp_layers}, shapes)
+
+    def _stack(self, name: str, count: int, rows: int, columns: int) -> Shapes:
+        """gpt-oss's experts, in MXFP4 where its config says so."""
+        if "quantization_config" not in self.raw:
+            return {name: (count, columns, rows)}
+        groups = count, rows, columns // 32
+        return {f"{name}_blocks": (*groups, 16), f"{name}_scales": groups}
 
     def eagle3_head(self) -> Checkpoint:
         """One Llama layer as wide as the target, with an lm_head of its own."""
@@ -353,6 +396,8 @@ class Model:
                 share = 1 - (1 - moe.experts_per_token / moe.num_experts) ** rows
             if is_fp8_head and any(f"{product}." in name for product in FP8_OF_HEADS):
                 share /= 2
+            if dtype_of(name) == "U8":
+                share /= ITEM_SIZE
             total += ITEM_SIZE * math.prod(shape) * share
         return total
 
@@ -404,7 +449,7 @@ def in_memory(
                 name,
                 path,
                 shape,
-                "I64" if name == "d2t" else "BF16",
+                dtype_of(name),
                 partial(checkpoint.tensor, name, device),
             )
             for name, shape in checkpoint.shapes.items()

@@ -149,13 +149,14 @@ void linear_rope(TensorView x0, Optional<TensorView> x1, Optional<TensorView> no
 
 trtspec::ExpertParams stacked(const TensorView& ids, const TensorView& weights,
                               const TensorView& weight, const Optional<TensorView>& scales,
-                              int64_t group) {
+                              int64_t group, const Optional<TensorView>& bias) {
   trtspec::ExpertParams p = {};
   p.ids = static_cast<const int64_t*>(ids.data_ptr());
   p.weights = static_cast<const float*>(weights.data_ptr());
   p.rows = static_cast<int>(ids.size(0)), p.choices = static_cast<int>(ids.size(1));
   p.weight = weight.data_ptr(), p.experts = static_cast<int>(weight.size(0));
-  p.n = static_cast<int>(weight.size(1)), p.k = static_cast<int>(weight.size(2));
+  const bool is_fp4 = scales.has_value() && scales.value().dtype().bits == 8;
+  p.n = static_cast<int>(weight.size(1)), p.k = static_cast<int>(weight.size(2)) * (is_fp4 ? 2 : 1);
   check(is_dense(ids) && is_dense(weights) && is_dense(weight), "choices and weights in one piece");
   check(weights.size(0) == p.rows && weights.size(1) == p.choices, "a weight for each choice");
   check(ids.dtype().bits == 64 && weights.dtype().bits == 32, "ids in int64, their weights in float32");
@@ -164,32 +165,41 @@ trtspec::ExpertParams stacked(const TensorView& ids, const TensorView& weights,
   check(p.choices <= trtspec::kMaxChoices && p.experts <= trtspec::kMaxExperts,
         "at most 16 choices of 1,024 experts");
   check(p.n % 16 == 0 && p.k % 32 == 0, "experts' outputs by 16, inputs by 32");
-  check(scales.has_value() == (weight.dtype().bits == 8), "FP8 weights have scales, no others");
+  check(scales.has_value() == (weight.dtype().bits == 8), "codes have scales, no other weights");
   if (scales.has_value()) {
     const TensorView& of = scales.value();
-    p.scales = static_cast<const float*>(of.data_ptr());
+    p.scales = of.data_ptr();
     p.group = static_cast<int>(group), p.groups = static_cast<int>(of.size(2));
     check(is_dense(of) && of.size(0) == p.experts && of.size(1) == p.n, "scales of each row");
-    check(p.k % 64 == 0 && (p.groups == 1 || group % 64 == 0) && (p.k + group - 1) / group == p.groups,
-          "a scale for each group of each row, groups and inputs by 64");
+    check(p.k % 64 == 0, "inputs by 64");
+    check(is_fp4 ? p.groups == (p.k + 127) / 128 * 4
+                 : (p.groups == 1 || group % 64 == 0) && (p.k + group - 1) / group == p.groups,
+          "a scale for each group of each row, FP8's groups by 64");
+  }
+  if (bias.has_value()) {
+    const TensorView& of = bias.value();
+    p.bias = of.data_ptr();
+    check(is_dense(of) && of.size(0) == p.experts && of.size(1) == p.n, "a bias for each output");
   }
   return p;
 }
 
-// inner: [rows, choices, I] of the products between. limit: infinity for none.
+// inner: [rows, choices, I] of the products between. limit: infinity for none. alpha: 0 for none.
 void experts(TensorView x, TensorView ids, TensorView weights, TensorView gate_up,
-             Optional<TensorView> gate_up_scales, int64_t gate_up_group, TensorView down,
-             Optional<TensorView> down_scales, int64_t down_group, bool is_gelu, double limit,
-             Optional<TensorView> residual, TensorView inner, TensorView out) {
-  trtspec::ExpertParams up = stacked(ids, weights, gate_up, gate_up_scales, gate_up_group);
-  trtspec::ExpertParams last = stacked(ids, weights, down, down_scales, down_group);
+             Optional<TensorView> gate_up_scales, int64_t gate_up_group,
+             Optional<TensorView> gate_up_bias, TensorView down, Optional<TensorView> down_scales,
+             int64_t down_group, Optional<TensorView> down_bias, bool is_gelu, double limit,
+             double alpha, Optional<TensorView> residual, TensorView inner, TensorView out) {
+  trtspec::ExpertParams up =
+      stacked(ids, weights, gate_up, gate_up_scales, gate_up_group, gate_up_bias);
+  trtspec::ExpertParams last = stacked(ids, weights, down, down_scales, down_group, down_bias);
   check(x.size(0) == up.rows && x.size(1) == up.k && last.n == up.k, "rows of the experts' size");
   check(up.n == 2 * last.k && last.experts == up.experts, "gate, up and down of the same experts");
   check(inner.numel() == static_cast<int64_t>(up.rows) * up.choices * last.k && is_dense(inner),
         "room for what is between");
   check(out.size(0) == up.rows && out.size(1) == last.n, "room for the sums");
   up.x = x.data_ptr(), up.x_stride = x.stride(0), up.out = inner.data_ptr();
-  up.is_gelu = is_gelu, up.limit = static_cast<float>(limit);
+  up.is_gelu = is_gelu, up.limit = static_cast<float>(limit), up.alpha = static_cast<float>(alpha);
   last.x = inner.data_ptr(), last.out = out.data_ptr(), last.out_stride = out.stride(0);
   if (residual.has_value()) {
     const TensorView& of = residual.value();
@@ -197,14 +207,20 @@ void experts(TensorView x, TensorView ids, TensorView weights, TensorView gate_u
     last.residual = of.data_ptr(), last.residual_stride = of.stride(0);
   }
   check(x.dtype() == inner.dtype() && x.dtype() == out.dtype(), "one type of rows");
+  for (const Optional<TensorView>& bias : {gate_up_bias, down_bias}) {
+    check(!bias.has_value() || bias.value().dtype() == x.dtype(), "biases of the rows' type");
+  }
   if (up.scales != nullptr) {
-    check(x.dtype().code == kDLBfloat && last.scales != nullptr, "FP8 weights are for bfloat16");
-    check(trtspec::launch_experts<trtspec::bf16, true>(up, last, stream_of(x)));
+    check(x.dtype().code == kDLBfloat && last.scales != nullptr, "codes are for bfloat16");
+    const int bits = gate_up_scales.value().dtype().bits;
+    check(bits == down_scales.value().dtype().bits, "both products' weights of one kind");
+    check(bits == 8 ? trtspec::launch_experts<trtspec::bf16, 4>(up, last, stream_of(x))
+                    : trtspec::launch_experts<trtspec::bf16, 8>(up, last, stream_of(x)));
     return;
   }
   check(x.dtype() == gate_up.dtype() && x.dtype() == down.dtype(), "experts of the rows' type");
   by_half_type(x, [&](auto type) {
-    return trtspec::launch_experts<decltype(type), false>(up, last, stream_of(x));
+    return trtspec::launch_experts<decltype(type), 16>(up, last, stream_of(x));
   });
 }
 
@@ -358,11 +374,11 @@ void walk_markov(TensorView logits, TensorView before, TensorView w1, TensorView
 }
 
 // q, out [T, Hq, D], of each request `rows` rows, or with starts, [B+1] int32, at most so many; k, v
-// [slots, Hkv, D]; tables [B, M] int32, positions [T] int64. size, warps: as of ClusterShape.
+// [slots, Hkv, D]; tables [B, M] int32, positions [T] int64; sinks [Hq]. size, warps: as of ClusterShape.
 void attend_clusters(TensorView q, TensorView k, TensorView v, TensorView tables,
                      TensorView positions, Optional<TensorView> starts, int64_t rows,
-                     int64_t page_size, int64_t window, double scale, int64_t size, int64_t warps,
-                     TensorView out) {
+                     int64_t page_size, int64_t window, double scale, Optional<TensorView> sinks,
+                     int64_t size, int64_t warps, TensorView out) {
   trtspec::AttendParams p = {};
   p.q = q.data_ptr(), p.q_row = q.stride(0), p.q_head = q.stride(1);
   p.out = out.data_ptr(), p.out_row = out.stride(0), p.out_head = out.stride(1);
@@ -375,7 +391,9 @@ void attend_clusters(TensorView q, TensorView k, TensorView v, TensorView tables
   p.requests = static_cast<int>(tables.size(0)), p.rows = static_cast<int>(rows);
   p.kv_heads = static_cast<int>(k.size(1));
   p.per_kv = static_cast<int>(q.size(1)) / p.kv_heads, p.window = static_cast<int>(window);
-  p.scale = static_cast<float>(scale);
+  p.scale = static_cast<float>(scale), p.sinks = data(sinks);
+  check(!sinks.has_value() || (sinks.value().dtype() == q.dtype() && is_dense(sinks.value())),
+        "sinks of the queries' type");
   check(p.per_kv > 0, "at least as many query heads as KV heads");
   p.kv_inverse = 65536 / p.per_kv + 1;
   check(scale > 0, "a positive scale");

@@ -93,6 +93,8 @@ def reference(case: Case) -> Tensor:
     q, cached, tables, rows = case
     per_kv = q.shape[1] // cached.kv_heads
     out = torch.empty(q.shape, dtype=torch.float64)
+    sinks = torch.full((q.shape[1],), -torch.inf, dtype=torch.float64)
+    sinks = (sinks if cached.sinks is None else cached.sinks.cpu().double())[:, None]
     request_of = torch.arange(len(q)) // rows
     if tables.starts is not None:
         counts = tables.starts.diff().cpu().long()
@@ -105,7 +107,8 @@ def reference(case: Case) -> Tensor:
         at = pages * cached.page_size + n % cached.page_size
         k, v = (x[at].repeat_interleave(per_kv, 1) for x in slots)
         scores = torch.einsum("hd,nhd->hn", q[i].cpu().double(), k) * q.shape[2] ** -0.5
-        out[i] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
+        weights = torch.cat((scores, sinks), 1).softmax(-1)[:, :-1]
+        out[i] = torch.einsum("hn,nhd->hd", weights, v)
     return out
 
 
@@ -142,6 +145,23 @@ def test_equals_float64(
 ) -> None:  # fmt: skip
     case = make(lengths(count, 700), rows, *heads, page_size, window, dtype, dim=of.dim)
     check(case, of)
+
+
+@spread(
+    heads=[(1, 1), (2, 4), (8, 8)], rows=[1, 4], longest=[40, 700], window=[None, 128],
+    dtype=[torch.bfloat16, torch.float16], of=WAYS,
+)  # fmt: skip
+def test_sinks(
+    heads: tuple[int, int], rows: int, longest: int, window: int | None, dtype: torch.dtype, of: Way
+) -> None:
+    """Of scores' size, far below them, and so far above that nothing is left."""
+    case = make(lengths(9, longest), rows, *heads, window=window, dtype=dtype, dim=of.dim)
+    sinks = torch.linspace(-4, 6, case.q.shape[1], device="cuda").to(dtype)
+    sinks[0] = 2.0
+    check(case._replace(cached=case.cached._replace(sinks=sinks)), of)
+    for value in (-300.0, 300.0):
+        sinks.fill_(value)
+        check(case._replace(cached=case.cached._replace(sinks=sinks)), of)
 
 
 @pytest.mark.parametrize("length", [16, 17, 63, 64, 65, 128, 255, 1000])

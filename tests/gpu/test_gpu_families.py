@@ -13,6 +13,7 @@ import torch
 from joined import join_always, joined_sizes
 from tiny import tiny_model_dir
 from tiny_gemma_moe import gemma_moe_config, moe_dir
+from tiny_gpt_oss import gpt_oss_dir, mxfp4_dir
 from tiny_heads import eagle3_dir, mtp_model_dir
 from tiny_step import MOE, VOCAB, step_dir
 
@@ -35,6 +36,7 @@ CASES = [
     ("mimo", "mtp"), ("mimo", "vanilla"), ("qwen3_next", "mtp"), ("qwen3_next", "vanilla"),
     ("step_moe", "plain"), ("step_moe", "vanilla"), ("step_moe", "ngram"),
     ("gemma4_moe", "plain"), ("gemma4_moe", "ngram"), ("gemma4_moe", "assistant"),
+    ("gpt_oss", "ngram"), ("gpt_oss", "eagle3"), ("mxfp4", "plain"), ("mxfp4", "ngram"),
 ]  # fmt: skip
 
 
@@ -51,6 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         mtp_model_dir(path, layout=layout, **shape).rename(path / layout)
     step_dir(path, **MOE).rename(path / "step_moe")
     moe_dir(path, seed=5, layers_weigh=4, final_logit_softcapping=30.0).rename(path / "gemma4_moe")
+    gpt_oss_dir(path, **shape).rename(path / "gpt_oss")
+    mxfp4_dir(path, **shape).rename(path / "mxfp4")
     eagle3_dir(path).rename(path / "head")
     return path
 

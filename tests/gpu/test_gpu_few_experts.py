@@ -6,7 +6,7 @@ import pytest
 import steady
 import torch
 from matrix import covering
-from naive_experts import BETWEEN, naive_experts, random_experts, to_fp8
+from naive_experts import BETWEEN, naive_experts, random_experts, to_fp4, to_fp8
 
 from trtspec import native
 from trtspec.layers import experts as layer
@@ -46,7 +46,8 @@ def test_equal_a_loop(
 ) -> None:
     """Alone, added to a residual in its memory, and of rows that are apart."""
     count, top_k, size, inner = shape
-    experts, x, ids, weights = random_experts(rows, count, top_k, size, inner, dtype, seed=rows)
+    sizes, has_bias = (rows, count, top_k, size, inner), rows % 2 == 0 or between == "swish"
+    experts, x, ids, weights = random_experts(*sizes, dtype, seed=rows, has_bias=has_bias)
     experts.gate_and_mul = BETWEEN[between][0]
     expected = naive_experts(experts, x, ids, weights, between)
     _check(experts.cuda(), (x, ids, weights), expected, BOUNDS[dtype])
@@ -64,7 +65,26 @@ def test_fp8_equal_a_loop(groups: str, rows: int, shape: tuple[int, int, int, in
     by = (size, inner) if groups == "rows" else (int(groups),) * 2
     codes, x = to_fp8(experts, *by), x.bfloat16()
     expected = naive_experts(experts, x, ids, weights)
-    experts.hold_fp8(*codes)
+    experts.hold(*codes)
+    _check(experts.cuda(), (x, ids, weights), expected, BOUNDS[torch.bfloat16])
+
+
+@covering(**{
+    "between": ["silu", "swish"], "rows": list(range(1, layer.MAX_FP4_ROWS + 1)),
+    "shape": [shape for shape in SHAPES if shape[2] % 64 == shape[3] % 64 == 0] + [
+        (4, 2, 2880, 576), (6, 3, 64, 192),
+    ],
+})  # fmt: skip
+def test_fp4_equal_a_loop(between: str, rows: int, shape: tuple[int, int, int, int]) -> None:
+    count, top_k, size, inner = shape
+    sizes, has_bias = (rows, count, top_k, size, inner), between == "swish"
+    experts, x, ids, weights = random_experts(*sizes, torch.float32, seed=rows, has_bias=has_bias)
+    codes, x = to_fp4(experts), x.bfloat16()
+    for bias in experts.biases or ():
+        bias.data = bias.data.bfloat16()
+    expected = naive_experts(experts, x, ids, weights, between)
+    experts.hold(*codes)
+    experts.gate_and_mul = BETWEEN[between][0]
     _check(experts.cuda(), (x, ids, weights), expected, BOUNDS[torch.bfloat16])
 
 

@@ -140,7 +140,9 @@ def _layers() -> dict[str, Any]:
     from trtspec.attention.triton_generations import paged_attention
     from trtspec.layers.norm import RMSNorm
     from trtspec.ops.experts import triton as experts
+    from trtspec.ops.experts import triton_fp4 as fp4_experts
     from trtspec.ops.experts import triton_fp8 as fp8_experts
+    from trtspec.ops.experts.fp4 import Fp4Weight
     from trtspec.ops.layer import triton_activation, triton_embedding, triton_norm, triton_rope
     from trtspec.ops.layer import triton_fp8 as fp8
     from trtspec.ops.layer import triton_fp8_rows as fp8_rows
@@ -160,7 +162,10 @@ def _layers() -> dict[str, Any]:
         return Fp8Weight(torch.zeros(shape).to(FP8), scales, group)
 
     by = Rescaling(torch.zeros(8), torch.zeros(256), half(256))
-    for module in (fp8, fp8_experts):  # as on the GPU that these tensors are not on
+    fp4_weight = Fp4Weight(
+        torch.zeros(8, 64, 96, dtype=torch.uint8), torch.zeros(8, 64, 8, dtype=torch.uint8)
+    )
+    for module in (fp8, fp8_experts, fp4_experts):  # as on the GPU that these tensors are not on
         vars(module)["is_quick"] = lambda codes, dtype: dtype == torch.bfloat16
     q, slots, norm = half(8, 4, 64), half(640, 2, 64), RMSNorm(64, 1e-6, 1.0).bfloat16()
     tables = Tables(torch.zeros(2, 8, dtype=torch.int32), indices(8))
@@ -203,6 +208,17 @@ def _layers() -> dict[str, Any]:
             for j, group in enumerate((128, 256))
             for k, average in enumerate((1.0, 200.0))
             if IS_FULL or (i + j + k) % 2 == 0  # half of them have all pairs
+        ),
+        *(
+            (fp4_experts.grouped_matmul, half(8, 192).to(dtype), fp4_weight, ends, average)
+            for dtype, average in (
+                (torch.bfloat16, 1.0),
+                (torch.bfloat16, 20.0),
+                (torch.bfloat16, 50.0),
+                (torch.bfloat16, 200.0),
+                (torch.float16, 1.0),
+                (torch.float32, 1.0),
+            )
         ),
         *((fp8.multiply_floats, half(n, 256), fp8_weight(128, 64, 256)) for n in (8, 40, 128)),
         (fp8.multiply_floats, half(8, 256), fp8_weight(128, 64, 256), half(8, 64)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trtspec.layers.experts import Experts
+from trtspec.ops.experts.fp4 import Fp4Weight, from_checkpoint
 from trtspec.ops.layer.activation import gate_and_mul
 from trtspec.ops.layer.fp8 import FP8, Fp8Weight
 
@@ -99,6 +101,24 @@ def to_fp8(experts: Experts, gate_up_group: int, down_group: int) -> Fp8Experts:
         parameter.data = codes.double() * spread
         found.append(Fp8Weight(codes, scales, group))
     return Fp8Experts(*found)
+
+
+def to_fp4(experts: Experts) -> tuple[Fp4Weight, Fp4Weight]:
+    """MXFP4 weights of all codes and of scales about those of random experts, which get their exact
+    values in float64."""
+    generator, found = torch.Generator().manual_seed(5), []
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    for name in ("gate_up_proj", "down_proj"):
+        count, rows, columns = getattr(experts, name).shape
+        blocks = torch.randint(256, (count, rows, columns // 32, 16), generator=generator).byte()
+        middle = 125 - round(math.log2(columns) / 2)
+        scales = torch.randint(middle - 2, middle + 2, blocks.shape[:-1], generator=generator)
+        codes = torch.stack((blocks % 16, blocks // 16), dim=-1).flatten(-2).long()
+        values = table[codes % 8] * torch.where(codes < 8, 1.0, -1.0)
+        weight = values * 2.0 ** (scales[..., None].double() - 127)
+        getattr(experts, name).data = weight.flatten(-2)
+        found.append(from_checkpoint(blocks, scales.byte()))
+    return found[0], found[1]
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

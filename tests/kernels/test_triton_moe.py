@@ -13,14 +13,17 @@ from naive_experts import (
     naive_experts,
     naive_route,
     random_experts,
+    to_fp4,
     to_fp8,
 )
 
 from trtspec.layers.norm import RMSNorm
 from trtspec.ops.experts import torch as moe
+from trtspec.ops.experts.fp4 import Fp4Weight
 from trtspec.ops.layer.fp8 import Fp8Weight
 
 triton_moe = pytest.importorskip("trtspec.ops.experts.triton", reason="needs triton")
+triton_fp4 = pytest.importorskip("trtspec.ops.experts.triton_fp4", reason="needs triton")
 triton_fp8 = pytest.importorskip("trtspec.ops.experts.triton_fp8", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -190,6 +193,46 @@ def test_experts_of_all_ranks_add_up(
     torch.testing.assert_close(total, expected, atol=bound, rtol=bound)
 
 
+# -- MXFP4 ---------------------------------------------------------------------------------------
+FP4_SHAPES = [  # rows, experts, chosen, hidden size, inner size
+    (1, 8, 2, 64, 64),
+    (9, 5, 3, 192, 128),
+    (40, 4, 2, 320, 64),
+    (90, 4, 2, 64, 192),
+    (220, 4, 1, 64, 64),
+    (0, 4, 2, 64, 64),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", FP4_SHAPES)
+def test_fp4_experts_equal_a_loop(
+    monkeypatch: pytest.MonkeyPatch, way: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """With gpt-oss's biases and activation; rows of other ranks' experts are not written."""
+    count = shape[1]
+    experts, x, ids, weights = random_experts(*shape, torch.float32, has_bias=True)
+    stacks, x = to_fp4(experts), x.to(dtype)
+    expected = naive_experts(experts, x, ids, weights, "swish")
+    assert experts.biases is not None
+    x, ids, weights = x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
+    monkeypatch.setattr(moe, "grouped_matmul", _poisoned if way == "triton" else _torchs_product)
+    total = torch.zeros(expected.shape, dtype=torch.float64)
+    for first, here in ((0, count // 2), (count // 2, count - count // 2)):
+        own = ids - first
+        own = torch.where((own < 0) | (own >= here), here, own)
+        part = slice(first, first + here)
+        mine = [Fp4Weight(*(t[part].to(DEVICE) for t in stack)) for stack in stacks]
+        biases = moe.ExpertBiases(*(bias[part].to(DEVICE, dtype) for bias in experts.biases))
+        out = moe.grouped_experts(x, own, weights, *mine, BETWEEN["swish"][0], count, biases)
+        assert out.dtype == dtype
+        total += out.cpu().double()
+    bound = FP8_BOUNDS[dtype]
+    torch.testing.assert_close(total, expected, atol=bound, rtol=bound)
+
+
 # -- FP8 -----------------------------------------------------------------------------------------
 FP8_DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 FP8_BOUNDS = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}
@@ -206,7 +249,8 @@ FP8_SHAPES = [  # rows, experts, chosen, hidden size, inner size, their groups
 
 def _poisoned(*args: Any) -> torch.Tensor:
     """The kernel's product; what it leaves unwritten must not be read."""
-    out = triton_fp8.grouped_matmul(*args)
+    kernel = triton_fp4 if isinstance(args[1], Fp4Weight) else triton_fp8
+    out = kernel.grouped_matmul(*args)
     out[int(args[2][-1]) :] = torch.nan
     return out
 

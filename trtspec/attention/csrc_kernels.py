@@ -80,8 +80,9 @@ def best_cluster(layer: Layer, groups: int, rows: int) -> Cluster:
 
 def _module(queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer, rows: int) -> Any:
     """Returns the module with the kernels if they can read these, else None."""
-    q, k, v = queries.q, cached.k_slots, cached.v_slots
-    is_plain = layer.cap == 0 and queries.sinks is None and tables.firsts is None
+    q, k, v, sinks = queries.q, cached.k_slots, cached.v_slots, queries.sinks
+    is_plain = layer.cap == 0 and tables.firsts is None
+    is_plain = is_plain and (sinks is None or sinks.dtype == q.dtype)
     fits = layer.dim in (64, 128) and rows * layer.per_kv <= MAX_PAIRS and queries.scale > 0
     if not (is_plain and fits and layer.page_size % TILE_KEYS == 0 and q.is_cuda):
         return None
@@ -103,6 +104,6 @@ def attend_clusters(
     """`attend`, by a cluster of thread blocks for each group."""
     module.attend_clusters(
         queries.q, cached.k_slots, cached.v_slots, tables.blocks, tables.positions, tables.starts,
-        rows, layer.page_size, layer.window, queries.scale, cluster.size, cluster.warps,
-        queries.out,
+        rows, layer.page_size, layer.window, queries.scale, queries.sinks, cluster.size,
+        cluster.warps, queries.out,
     )  # fmt: skip

@@ -3,13 +3,13 @@
     X_blocks [E, out, in / 32, 16] uint8: two numbers a byte, the first of them in its low bits
     X_scales [E, out, in / 32]     uint8: 2^(s - 127); 255 is NaN
 
-So gpt-oss stores the experts' stacks X. Every number of e2m1 is one of e4m3 too: here they are FP8
-weights whose groups have 32 columns, with the same values.
+So gpt-oss stores the experts' stacks X. Products may keep them (`read_fp4`). Every number of e2m1
+is one of e4m3 too: else they are FP8 weights whose groups have 32 columns, with the same values.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +18,34 @@ from torch import Tensor
 
 from ..distributed.parallel import Cut
 from ..errors import CheckpointError
+from ..ops.experts import fp4
 from .quantization import FP8, MXFP4
 from .scaled import ScaledTensor, as_floats
 from .tensors import TensorSource
 
-GROUP = 32  # columns that share a scale
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1: two bits of exponent, one more
+
+
+@dataclass(frozen=True)
+class Mxfp4Tensor(ScaledTensor):
+    """A stack of MXFP4 weights, as the checkpoint has it."""
+
+    packed: TensorSource
+    powers: TensorSource
+
+    def fits_fp4(self, cut: Cut | None) -> bool:
+        """Whether a cut can be `Fp4Weight`: blocks are whole, and kernels take the scales."""
+        columns = self.numbers.shape[-1]
+        edges = (0, columns) if cut is None or cut.dim < 2 else (cut.start, cut.length)
+        whole_blocks = all(edge % fp4.BLOCK == 0 for edge in edges)
+        return whole_blocks and int(self.powers.read().max()) <= fp4.LARGEST_SCALE
+
+    def read_fp4(self, cut: Cut | None) -> fp4.Fp4Weight:
+        """Returns what `fits_fp4`."""
+        of_groups = cut
+        if cut is not None and cut.dim == 2:
+            of_groups = Cut(2, *(n // fp4.GROUP for n in cut[1:]))
+        return fp4.from_checkpoint(self.packed.read(of_groups), self.powers.read(of_groups))
 
 
 def unpacked(sources: dict[str, TensorSource], where: Path) -> dict[str, TensorSource]:
@@ -58,19 +79,20 @@ def unpacked(sources: dict[str, TensorSource], where: Path) -> dict[str, TensorS
 
 def _weight(stem: str, blocks: TensorSource, scales: TensorSource) -> TensorSource:
     of_groups = blocks.shape[:-1]
-    is_whole = len(blocks.shape) == 4 and blocks.shape[-1] == GROUP // 2
+    is_whole = len(blocks.shape) == 4 and blocks.shape[-1] == fp4.GROUP // 2
     if not is_whole or scales.shape != of_groups or {blocks.dtype, scales.dtype} != {MXFP4}:
         raise CheckpointError(
             f"{blocks.name} in {blocks.path} has shape {list(blocks.shape)} and dtype "
             f"{blocks.dtype}, {scales.name} {list(scales.shape)} and {scales.dtype}; MXFP4 has "
-            f"[experts, outputs, groups, {GROUP // 2}] and [experts, outputs, groups] of {MXFP4}. "
-            "Copy the checkpoint again from its source."
+            f"[experts, outputs, groups, {fp4.GROUP // 2}] and [experts, outputs, groups] of "
+            f"{MXFP4}. Copy the checkpoint again from its source."
         )
-    shape = (*of_groups[:-1], of_groups[-1] * GROUP)
+    shape = (*of_groups[:-1], of_groups[-1] * fp4.GROUP)
     read = partial(_codes, blocks)
     codes = replace(blocks, shape=shape, dtype=FP8, load=read, load_cut=read)
     powers = replace(scales, dtype="F32", load=partial(_powers, scales), load_cut=None)
-    weight = ScaledTensor(codes, powers, of_groups, block=(1, GROUP))
+    block = 1, fp4.GROUP
+    weight = Mxfp4Tensor(codes, powers, of_groups, block, packed=blocks, powers=scales)
     return as_floats(replace(blocks, name=stem, shape=shape), weight)
 
 
@@ -78,16 +100,17 @@ def _codes(blocks: TensorSource, cut: Cut | None = None) -> Tensor:
     """Returns the numbers in e4m3, [E, out, in] or a cut of it."""
     whole_groups = cut
     if cut is not None and cut.dim == 2:
-        first, end = cut.start // GROUP, -(-(cut.start + cut.length) // GROUP)
-        whole_groups = Cut(2, first, end - first, cut.full // GROUP)
+        first, end = cut.start // fp4.GROUP, -(-(cut.start + cut.length) // fp4.GROUP)
+        whole_groups = Cut(2, first, end - first, cut.full // fp4.GROUP)
     packed = blocks.read(whole_groups)
-    table = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)]).to(torch.float8_e4m3fn)
+    magnitudes = torch.tensor(fp4.MAGNITUDES)
+    table = torch.cat((magnitudes, -magnitudes)).to(torch.float8_e4m3fn)
     bytes_of = table.view(torch.uint8)
     low, high = (bytes_of[half.int()] for half in (packed & 15, packed >> 4))
     codes = torch.stack((low, high), dim=-1).flatten(-3).view(torch.float8_e4m3fn)
     if cut is None or cut.dim != 2:
         return codes
-    return codes.narrow(2, cut.start % GROUP, cut.length)
+    return codes.narrow(2, cut.start % fp4.GROUP, cut.length)
 
 
 def _powers(scales: TensorSource) -> Tensor:

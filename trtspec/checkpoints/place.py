@@ -24,8 +24,10 @@ from ..errors import CheckpointError
 from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..models.placement import Placement
+from ..ops.experts.fp4 import Fp4Weight, padded_groups
 from ..ops.layer.fp8 import FP8, Fp8Weight, dequantize, has_fp8, quantize
 from ..ops.layer.kv_codes import as_bytes
+from .mxfp4 import Mxfp4Tensor
 from .tensors import TensorSource
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ WEIGHTS_AT_ONCE = 1 << 24
 """Weights that are quantised at once; what that takes beside the model is small."""
 
 _Leaf = tuple[str, str]
-_Into = Tensor | Fp8Weight
+_Into = Tensor | Fp8Weight | Fp4Weight
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,13 @@ class WeightForm:
     model, and where a head shares the target's, the lm_head is `lm_head_for_drafts`.
     """
 
-    keeps_fp8: bool = False  # FP8 weights stay as they are; else they become floats
+    keeps_fp8: bool = False  # FP8 and MXFP4 weights stay as they are; else they become floats
     quantizes: bool = False  # float weights become FP8, or get its values where it is not kept
     is_of_head: bool = False
 
 
 FLOATS_ALONE = WeightForm()
+_STACKS = "gate_up_proj", "down_proj"  # of experts
 PRODUCTS_OF_HEADS = "o_proj", "gate_up_proj", "down_proj", "lm_head"
 """Of the others most read two inputs, for which there is no kernel of FP8, or make a block
 drafter's context keys and values, all layers' in one product. Those of MTP layers and assistants
@@ -100,12 +103,15 @@ def place_tensors(
     """
     into: dict[_Leaf, _Into] = {}
     dtype, device, form = options.dtype, options.device, options.form
+    of_four_bits = _of_four_bits(placement_of, sources, form)
     groups = _groups(model, placement_of, sources, form)
     for placement in placement_of.values():
         leaf = _leaf(placement)
         if leaf not in into:
             shape = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
-            if leaf in groups:
+            if leaf[0] in of_four_bits and leaf[1] in _STACKS:
+                into[leaf] = _empty_fp4(shape, device)
+            elif leaf in groups:
                 into[leaf] = _empty_fp8(shape, groups[leaf], device)
             else:
                 into[leaf] = torch.empty(shape, dtype=placement.dtype or dtype, device=device)
@@ -118,7 +124,9 @@ def place_tensors(
             to = _each(to, itemgetter(placement.expert))
         if placement.cut is not None and placement.module.endswith("lm_head"):
             _zero_from(to, placement.shape[placement.dim])
-        if leaf in groups or (form.quantizes and _is_of_product(model, placement, form)):
+        if isinstance(to, Fp4Weight):
+            _place_fp4(to, sources[name], placement)
+        elif leaf in groups or (form.quantizes and _is_of_product(model, placement, form)):
             _place_product(to, sources[name], placement, device)
         else:
             assert isinstance(to, Tensor)
@@ -153,6 +161,7 @@ def _leaf(placement: Placement) -> _Leaf:
 
 def _each(into: _Into, take: Callable[[Tensor], Tensor]) -> _Into:
     """Returns a part of a parameter: of FP8 ones, of codes and scales."""
+    assert not isinstance(into, Fp4Weight)
     if isinstance(into, Fp8Weight):
         return Fp8Weight(take(into.codes), take(into.scales), into.group)
     return take(into)
@@ -185,7 +194,7 @@ def _arranged(tensor: Tensor, placement: Placement) -> Tensor:
     if placement.experts is not None:
         tensor = tensor.narrow(0, placement.experts.start, placement.experts.length)
     if placement.order is not None:
-        tensor = tensor.index_select(placement.dim, placement.order)
+        tensor = tensor.index_select(placement.dim, placement.order.to(tensor.device))
     return tensor
 
 
@@ -216,7 +225,7 @@ def _is_of_product(model: nn.Module, placement: Placement, form: WeightForm) -> 
     """Whether a tensor is of a product that the form is about."""
     name, module = placement.module, model.get_submodule(placement.module)
     if isinstance(module, Experts):
-        return name.startswith("layers.") and placement.leaf in ("gate_up_proj", "down_proj")
+        return name.startswith("layers.") and placement.leaf in _STACKS
     if not isinstance(module, Linear) or placement.leaf != "weight":
         return False
     if form.is_of_head:
@@ -300,7 +309,37 @@ def _copy(to: _Into, weight: Fp8Weight) -> None:
         as_bytes(to.codes).copy_(as_bytes(weight.codes))
         to.scales.copy_(weight.scales)
     else:
+        assert isinstance(to, Tensor)
         to.copy_(dequantize(weight, to.dtype))
+
+
+# -- MXFP4 -----------------------------------------------------------------------------------------
+def _of_four_bits(
+    placement_of: Mapping[str, Placement], sources: Mapping[str, TensorSource], form: WeightForm
+) -> set[str]:
+    """Returns the names of the experts' modules both of whose stacks stay MXFP4."""
+    fits: dict[str, bool] = {}
+    for name, placement in placement_of.items():
+        if placement.leaf in _STACKS and form.keeps_fp8:
+            scaled = sources[name].scaled
+            fit = isinstance(scaled, Mxfp4Tensor) and scaled.fits_fp4(placement.cut)
+            fits[placement.module] = fit and fits.get(placement.module, True)
+    return {module for module, fit in fits.items() if fit}
+
+
+def _empty_fp4(shape: torch.Size, device: torch.device) -> Fp4Weight:
+    *stack, columns = shape
+    return Fp4Weight(
+        codes=torch.empty((*stack, columns // 2), dtype=torch.uint8, device=device),
+        scales=torch.empty((*stack, padded_groups(columns)), dtype=torch.uint8, device=device),
+    )
+
+
+def _place_fp4(to: Fp4Weight, source: TensorSource, placement: Placement) -> None:
+    assert isinstance(source.scaled, Mxfp4Tensor)
+    weight = source.scaled.read_fp4(placement.cut)
+    for part, tensor in zip(to, weight, strict=True):
+        part.copy_(_arranged(tensor, placement))
 
 
 def _hold(model: nn.Module, into: Mapping[_Leaf, _Into]) -> None:
@@ -310,12 +349,14 @@ def _hold(model: nn.Module, into: Mapping[_Leaf, _Into]) -> None:
         if isinstance(tensors, Tensor):
             setattr(module, leaf, nn.Parameter(tensors, requires_grad=False))
         elif isinstance(module, Linear):
+            assert isinstance(tensors, Fp8Weight)
             module.hold_fp8(tensors)
         elif isinstance(module, Experts) and leaf == "gate_up_proj":
             down = into[name, "down_proj"]
-            assert isinstance(down, Fp8Weight)
-            module.hold_fp8(tensors, down)
-    kept = [weight for weight in into.values() if isinstance(weight, Fp8Weight)]
-    if kept:
-        size = sum(t.nbytes for weight in kept for t in (weight.codes, weight.scales))
-        logger.info("%d matrices have FP8 weights: %.2f GiB.", len(kept), size / 2**30)
+            assert not isinstance(down, Tensor)
+            module.hold(tensors, down)
+    for kind, name in ((Fp8Weight, "FP8"), (Fp4Weight, "MXFP4")):
+        kept = [weight for weight in into.values() if isinstance(weight, kind)]
+        if kept:
+            size = sum(t.nbytes for weight in kept for t in (weight.codes, weight.scales))
+            logger.info("%d matrices have %s weights: %.2f GiB.", len(kept), name, size / 2**30)

@@ -32,6 +32,7 @@ struct AttendParams {
   const int* starts;         // [requests + 1], their first rows; null: `rows` each
   int requests, rows, kv_heads, per_kv, window;  // rows: of a request, with starts at most
   int kv_inverse;  // 65536 / per_kv + 1
+  const void* sinks;  // [heads], logits beside the scores, of the queries' type; null: none
   float scale;  // of scores in base 2, positive
 };
 
@@ -356,10 +357,18 @@ __device__ inline Joined join_warps(const float* sums, const float2 (*stats)[kTi
 // Four columns of a pair's attention, of sums over all keys that it sees.
 template <typename T>
 __device__ inline void write_attention(const AttendParams& p, const Group& group, int pair,
-                                       int column, float4 sum, float total) {
+                                       int column, Joined of) {
+  auto [best, total, sum] = of;
+  const int row = row_of(p, pair), head = group.head * p.per_kv + pair - row * p.per_kv;
+  if (p.sinks != nullptr) {  // one more score, without a value
+    const float sink = to_float(static_cast<const T*>(p.sinks)[head]) * 1.4426950408889634f;
+    const float base = base_of(best), new_base = fmaxf(base, sink);
+    const float keep = exp2_of(base - new_base);
+    total = fmaf(total, keep, exp2_of(sink - new_base));
+    sum.x *= keep, sum.y *= keep, sum.z *= keep, sum.w *= keep;
+  }
   // Without keys the sums are zeros; where the total is NaN all is.
   const float scale = total == 0.0f ? 1.0f : inverse_of(total);
-  const int row = row_of(p, pair), head = group.head * p.per_kv + pair - row * p.per_kv;
   T* to = static_cast<T*>(p.out) + (group.row + row) * p.out_row + head * p.out_head + column;
   *reinterpret_cast<uint2*>(to) = {pack(sum.x * scale, sum.y * scale, T()),
                                    pack(sum.z * scale, sum.w * scale, T())};

@@ -62,13 +62,13 @@ __global__ void __launch_bounds__(
   const int items = group.rows * p.per_kv * kColumns;
   for (int i = threadIdx.x; i < items; i += kWarps * 32) {
     const int pair = i / kColumns, column = i % kColumns;
-    const auto [best, total, sum] =
+    const Joined of_block =
         join_warps<kDim, kTiles, kWarps>(sums_of, stats_of, pair, column * 4);
     if (active == 1) {
-      write_attention<T>(p, group, pair, column * 4, sum, total);
+      write_attention<T>(p, group, pair, column * 4, of_block);
     } else if constexpr (kSize > 1) {
-      joined[pair][column] = sum;
-      if (column == 0) stats[pair] = {best, total};
+      joined[pair][column] = of_block.sum;
+      if (column == 0) stats[pair] = {of_block.best, of_block.total};
     }
   }
   if (active == 1) return;
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(
       add_weighted(sum, part[r], weight);
       total = fmaf(of[r].y, weight, total);
     }
-    write_attention<T>(p, group, pair, column * 4, sum, total);
+    write_attention<T>(p, group, pair, column * 4, {best, total, sum});
   }
   cluster.sync();  // others may still be reading this block's shared memory
 }

@@ -18,9 +18,12 @@ from ..launch.machine import INVARIANT_ROWS
 from ..layer.activation import silu_and_mul
 from ..layer.fp8 import Fp8Weight, dequantize
 from ..layer.norm import Norm, rms_norm
+from . import fp4
+from .fp4 import Fp4Weight
 
-MAX_ROUTER_ROWS = 16
-"""For up to this many rows the scores are a kernel of ours: cuBLAS has few programs for them."""
+MIN_ROUTER_ROWS, MAX_ROUTER_PRODUCTS = 5, 11 << 20
+"""Scores of few rows are a kernel of ours: cuBLAS has few programs for them. It takes longer from so
+many products on, of which the first five rows do not count: cuBLAS reads the weight, too."""
 MAX_NORMED_COLUMNS = 8192
 """Up to here a program normalizes a whole row by itself."""
 MIN_LIBRARY_ROWS = 64
@@ -75,7 +78,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     (`layers/linear.py` has the reason).
     """
     rows = x.shape[0]
-    triton = kernels("experts.triton", x) if 0 < rows <= MAX_ROUTER_ROWS else None
+    triton = kernels("experts.triton", x) if _is_quicker(rows, weight) else None
     if triton is not None:
         return triton.router_logits(x, weight)
     if not x.is_cuda and rows < INVARIANT_ROWS:
@@ -83,15 +86,23 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.float(), weight.float())[:rows]
 
 
+def _is_quicker(rows: int, weight: Tensor) -> bool:
+    return 0 < rows <= 1024 and (rows - MIN_ROUTER_ROWS) * weight.numel() <= MAX_ROUTER_PRODUCTS
+
+
 def normed_router_logits(x: Tensor, norm: Norm, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Returns norm(x), [T, D] in x's dtype, and its `router_logits`."""
-    is_few = 0 < x.shape[0] <= MAX_ROUTER_ROWS and x.shape[1] <= MAX_NORMED_COLUMNS
+    is_few = _is_quicker(x.shape[0], weight) and x.shape[1] <= MAX_NORMED_COLUMNS
     is_trained = norm.weight.requires_grad and torch.is_grad_enabled()
     triton = kernels("experts.triton", x) if is_few and not is_trained else None
     if triton is not None:
         return triton.normed_router_logits(x, norm, weight)
     normed = rms_norm(x, norm)
     return normed, router_logits(normed, weight)
+
+
+Weight = Tensor | Fp8Weight | Fp4Weight
+"""A stack of experts' weights."""
 
 
 class ExpertBiases(NamedTuple):
@@ -105,8 +116,8 @@ def grouped_experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Tensor | Fp8Weight,
-    down: Tensor | Fp8Weight,
+    gate_up: Weight,
+    down: Weight,
     gate_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
     total: int | None = None,
     biases: ExpertBiases | None = None,
@@ -116,12 +127,12 @@ def grouped_experts(
     On CUDA with Triton the host waits for nothing.
 
     Args:
-        gate_up: [E, 2I, D]. down: [E, D, I]. On CUDA 16 divides an FP8 weight's group, unless it is
-            the whole row.
+        gate_up: [E, 2I, D]. down: [E, D, I]. Both are of one kind. On CUDA 16 divides an FP8
+            weight's group, unless it is the whole row.
         total: experts of all ranks. If more than E, an id may be E, that of an expert which is not
             here and adds nothing.
     """
-    count = (gate_up.codes if isinstance(gate_up, Fp8Weight) else gate_up).shape[0]
+    count = (gate_up if isinstance(gate_up, Tensor) else gate_up.codes).shape[0]
     total = total or count
     has_others = total > count
     rows, ends, positions = sort_by_expert(ids, count + has_others)
@@ -138,7 +149,7 @@ def grouped_experts(
 
 def grouped_matmul(
     x: Tensor,
-    weight: Tensor | Fp8Weight,
+    weight: Weight,
     ends: Tensor,
     average: float,
     bias: Tensor | None = None,
@@ -146,7 +157,7 @@ def grouped_matmul(
     """Multiplies rows x [N, K], sorted by expert, each with its expert's of weight [E, M, K].
 
     Args:
-        weight: float, or FP8 with codes [E, M, K] and scales [E, M, ceil(K / group)].
+        weight: float, FP8 with codes [E, M, K] and scales [E, M, ceil(K / group)], or MXFP4.
         ends: [E] int32, where each expert's rows end.
         average: rows of an expert, as may be expected; a hint for the choice of kernels.
         bias: [E, M], added to the rows of each expert; or None.
@@ -154,8 +165,9 @@ def grouped_matmul(
     Returns:
         [N, M]; what rows behind the last expert's have is not defined.
     """
-    if isinstance(weight, Fp8Weight):
-        triton = kernels("experts.triton_fp8", x)
+    if not isinstance(weight, Tensor):
+        kind = "fp8" if isinstance(weight, Fp8Weight) else "fp4"
+        triton = kernels(f"experts.triton_{kind}", x)
         if triton is not None:
             return triton.grouped_matmul(x, weight, ends, average, bias)
         return _with_bias(_one_expert_at_a_time(x, weight, ends), bias, ends)
@@ -175,16 +187,23 @@ def _with_bias(y: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
     return y.add_(bias[owners.clamp_(max=len(bias) - 1)])  # rows behind the last have no owner
 
 
-def _one_expert_at_a_time(x: Tensor, weight: Fp8Weight, ends: Tensor) -> Tensor:
+def _one_expert_at_a_time(x: Tensor, weight: Fp8Weight | Fp4Weight, ends: Tensor) -> Tensor:
     """As `grouped_matmul`, in float32, with the chosen experts' weights made float for a moment."""
     out, begin = x.new_zeros(x.shape[0], weight.codes.shape[1]), 0
     for expert, end in enumerate(ends.tolist()):
         if end > begin:
-            own = dequantize(weight.at(expert), torch.float32)
+            own = floats_of(weight, expert, torch.float32)
             product = F.linear(x[begin:end].float(), own)
             out[begin:end] = product.to(x.dtype)
         begin = end
     return out
+
+
+def floats_of(weight: Fp8Weight | Fp4Weight, expert: int, dtype: torch.dtype) -> Tensor:
+    """Returns one expert's weight [M, K] in a float dtype."""
+    if isinstance(weight, Fp8Weight):
+        return dequantize(weight.at(expert), dtype)
+    return fp4.dequantize(weight.at(expert), dtype)[0]
 
 
 def has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
