@@ -22,8 +22,8 @@ from . import fp4
 from .fp4 import Fp4Weight
 
 MIN_ROUTER_ROWS, MAX_ROUTER_PRODUCTS = 5, 11 << 20
-"""Scores of few rows are a kernel of ours: cuBLAS has few programs for them. It takes longer from so
-many products on, of which the first five rows do not count: cuBLAS reads the weight, too."""
+"""Scores of few rows are a kernel of ours: cuBLAS has few programs for them. Ours takes longer from
+that many products on. The first five rows do not count, for cuBLAS reads the weight, too."""
 MAX_NORMED_COLUMNS = 8192
 """Up to here a program normalizes a whole row by itself."""
 MIN_LIBRARY_ROWS = 64
