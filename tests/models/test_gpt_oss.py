@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,26 @@ from loading import ON_CPU
 from matrix import config_of, covering, cpu_engine, make_drafters
 from oracle import VOCAB, Oracle, logit_error, prompt_tensors
 from safetensors.torch import load_file, save_file
+from thread_ranks import ThreadRanks
+from tiny import prefill_metadata
 from tiny_gemma import edit_config
 from tiny_gpt_oss import BY_GROUPS, gpt_oss_dir, mxfp4_dir
+from torch import Tensor
 
 from trtspec import SamplingParams
 from trtspec.checkpoints.hf_config import load_config
+from trtspec.checkpoints.place import LoadOptions, WeightForm
 from trtspec.checkpoints.weights import load_decoder
+from trtspec.distributed.comm import Communicator
+from trtspec.distributed.logits import gather_logits
+from trtspec.distributed.parallel import Parallel
 from trtspec.errors import CheckpointError
+from trtspec.layers.experts import Experts
+from trtspec.models.decoder import Decoder
 
 pytest.importorskip("transformers.models.gpt_oss", reason="transformers is too old for an oracle")
 FULL, SLIDING = "full_attention", "sliding_attention"
+STACK = "model.layers.1.mlp.experts.down_proj"
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"attention_bias": False, "num_experts_per_tok": 1},
@@ -45,6 +56,73 @@ def test_mxfp4_logits_equal_transformers(tmp_path: Path, sizes: dict[str, int]) 
     error, spread = logit_error(mxfp4_dir(tmp_path, **sizes), prompt_tensors(97))
     assert spread > 0.5
     assert error < 1e-4
+
+
+# -- kept as they are ----------------------------------------------------------------------------
+KEPT = replace(ON_CPU, form=WeightForm(keeps_fp8=True))
+
+
+def _kind(model: Decoder) -> str:
+    """What all experts of the model are."""
+    (kind,) = {
+        "MXFP4" if experts.fp4 else "FP8" if experts.fp8 else "floats"
+        for experts in model.modules()
+        if isinstance(experts, Experts)
+    }
+    return kind
+
+
+def _logits(path: Path, options: LoadOptions, ranks: tuple[int, int]) -> list[tuple[str, Tensor]]:
+    """Of each rank, and what its experts are."""
+    prompts, (size, expert_ranks) = prompt_tensors(97), ranks
+
+    def of_rank(comm: Communicator) -> tuple[str, Tensor]:
+        model = load_decoder(path, options, Parallel(comm, expert_ranks))
+        meta, positions = prefill_metadata(model.config, [len(prompt) for prompt in prompts])
+        hidden = model(torch.cat(prompts), positions, meta)
+        return _kind(model), gather_logits(model.compute_logits(hidden))
+
+    return ThreadRanks(size).run(of_rank)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "kind"),
+    [
+        ((64, 128), (1, 1), "MXFP4"),
+        ((64, 128), (2, 1), "MXFP4"),  # the width is cut between blocks of 64 columns
+        ((192, 192), (2, 2), "MXFP4"),
+        ((64, 192), (2, 1), "FP8"),  # within a block
+        ((64, 64), (4, 1), "FP8"),  # within a group
+        ((96, 96), (1, 1), "FP8"),  # an odd number of groups
+    ],
+)
+def test_a_gpu_keeps_mxfp4_where_blocks_are_whole(
+    tmp_path: Path, sizes: tuple[int, int], ranks: tuple[int, int], kind: str
+) -> None:
+    """Else its numbers are FP8, with the same values."""
+    fields = {"hidden_size": sizes[0], "intermediate_size": sizes[1], "num_attention_heads": 4}
+    path = mxfp4_dir(tmp_path, num_local_experts=4, **fields)
+    expected = _logits(path, ON_CPU, (1, 1))[0][1]
+    for found, logits in _logits(path, KEPT, ranks):
+        assert found == kind
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_large_scales_make_them_fp8(tmp_path: Path) -> None:
+    """A kernel's factor must be a bf16."""
+    path = mxfp4_dir(tmp_path, hidden_size=64, intermediate_size=64)
+    tensors = load_file(path / "model.safetensors")
+    scales = tensors[f"{STACK}_scales"]
+    for largest, kinds in ((128, {"MXFP4"}), (129, {"MXFP4", "FP8"})):
+        scales[1, 2, 0] = largest
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        model, plain = load_decoder(path, KEPT), load_decoder(path, ON_CPU)
+        layers = zip(model.layers, plain.layers, strict=True)
+        assert {"MXFP4" if layer.mlp.experts.fp4 else "FP8" for layer in model.layers} == kinds
+        x, ids = torch.randn(3, 64), torch.tensor([[1, 0]] * 3)
+        for ours, expected in layers:
+            pair = (layer.mlp.experts(x, ids, torch.ones(3, 2)) for layer in (ours, expected))
+            torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
 
 
 # -- decoding ------------------------------------------------------------------------------------
@@ -94,9 +172,6 @@ def test_configs_that_are_refused(tmp_path: Path, fields: dict[str, Any], words:
     with pytest.raises(CheckpointError) as refusal:
         load_config(path)
     assert all(word in str(refusal.value) for word in words), refusal.value
-
-
-STACK = "model.layers.1.mlp.experts.down_proj"
 
 
 def _drop(name: str) -> Callable[[dict[str, torch.Tensor]], None]:

@@ -15,6 +15,7 @@ from ..frontend.async_front import AsyncFront
 from ..frontend.inputs import TokenizedPrompt, check_variables
 from ..frontend.output_stream import OutputStream
 from ..frontend.outputs import Piece
+from . import channels
 from .answers import (
     Json,
     TokenTexts,
@@ -28,10 +29,12 @@ from .endpoint import Answer, Endpoint
 from .errors import of_library, refused
 from .forced_calls import tag_of_calls
 from .protocol import ChatRequest, Message, NamedTool, Tool
-from .reasoning import ReasoningSplitter, split_for, starts_inside
+from .reasoning import GPT_OSS, ReasoningMarkers, ReasoningSplitter, split_for, starts_inside
 from .sampling import make_params
 from .tool_calls import Content, Event, ToolCallDelta, ToolCallParser
 from .tool_formats import Format, format_of
+
+Splitter = ReasoningSplitter | channels.ChannelSplitter
 
 
 def conversation_of(messages: list[Message]) -> list[dict[str, Any]]:
@@ -90,9 +93,10 @@ class ChatEndpoint(Endpoint):
             )
         form, tools = self._format(request), tools_of(request.tools)
         tokens = await self._tokenize(request, tools)
-        markers = self.reasoning
+        markers, has_channels = self.reasoning, self.reasoning is GPT_OSS
         is_inside = markers is not None and starts_inside(tokens.text or "", markers)
-        params = self._params(request, form, markers.end if markers and is_inside else None)
+        ends_reasoning = markers is not None and (is_inside or has_channels)
+        params = self._params(request, form, markers.end if markers and ends_reasoning else None)
 
         async def given() -> TokenizedPrompt:
             return tokens
@@ -103,10 +107,12 @@ class ChatEndpoint(Endpoint):
         stream.is_whole = not request.stream and request.parallel_tool_calls
         stream.keep_counts = not request.parallel_tool_calls
         stream.markers = (*(form.markers if form else ()), *(markers or ()))
+        if has_channels:
+            stream.markers += channels.MARKERS
         await self.start([stream])
         choices = [
             Choice(
-                None if markers is None else ReasoningSplitter(markers, is_inside),
+                None if markers is None else _splitter(markers, is_inside),
                 None if form is None else ToolCallParser(form, tools or ()),
                 TokenTexts(self.tokenizer) if request.include_token_sources else None,
                 is_named=isinstance(request.tool_choice, NamedTool),
@@ -121,6 +127,8 @@ class ChatEndpoint(Endpoint):
     ) -> TokenizedPrompt:
         """Returns the rendered conversation. Raises ApiError, which names the field."""
         messages, variables = conversation_of(request.messages), request.chat_template_kwargs or {}
+        if self.reasoning is GPT_OSS:
+            channels.name_thinking(messages)
         try:
             check_variables(variables)
         except RequestError as error:
@@ -166,6 +174,12 @@ class ChatEndpoint(Endpoint):
                 "tool_choice='none' gives the tools to the template and parses nothing.",
             )
         return found
+
+
+def _splitter(markers: ReasoningMarkers, is_inside: bool) -> Splitter:
+    if markers is GPT_OSS:
+        return channels.ChannelSplitter()
+    return ReasoningSplitter(markers, is_inside)
 
 
 def _max_tokens(request: ChatRequest) -> int | None:
@@ -235,7 +249,7 @@ class Choice:
 
     def __init__(
         self,
-        splitter: ReasoningSplitter | None,
+        splitter: Splitter | None,
         parser: ToolCallParser | None,
         texts: TokenTexts | None,
         *,

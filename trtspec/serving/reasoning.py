@@ -6,7 +6,7 @@ Supported are models that mark it in one of these ways, by their chat template o
     [THINK] … [/THINK]             Magistral and other reasoning models of Mistral
     <|channel>thought … <channel|>  Gemma 4
 
-GPT-OSS's channels are not: none of its models is served here.
+gpt-oss's channels are split by `channels.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .markers import held_length
 
 
 class ReasoningMarkers(NamedTuple):
-    """The text before and after reasoning."""
+    """The text before and after reasoning. gpt-oss's have other text between: `channels.py`."""
 
     start: str
     end: str
@@ -33,6 +33,7 @@ class Part(NamedTuple):
 THINK = ReasoningMarkers("<think>", "</think>")
 MISTRAL = ReasoningMarkers("[THINK]", "[/THINK]")
 GEMMA = ReasoningMarkers("<|channel>thought", "<channel|>")
+GPT_OSS = ReasoningMarkers("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")
 
 
 def split_for(tokenizer: Any) -> ReasoningMarkers | None:
@@ -43,7 +44,7 @@ def split_for(tokenizer: Any) -> ReasoningMarkers | None:
     template = getattr(tokenizer, "chat_template", None)
     templates = template.values() if isinstance(template, dict) else [template]
     text = "\n".join(t for t in templates if isinstance(t, str))
-    for markers in (THINK, MISTRAL, GEMMA):
+    for markers in (GPT_OSS, THINK, MISTRAL, GEMMA):
         if markers.end in text:
             return markers
     vocabulary = tokenizer.get_vocab()

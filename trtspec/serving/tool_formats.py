@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from .channels import CALL_END, CALL_START
 from .tool_readers import LlamaReader, MistralReader, Parse, Reader, TagReader
 from .tool_syntax import (
     Tools,
@@ -16,6 +17,7 @@ from .tool_syntax import (
     parse_deepseek,
     parse_function_tags,
     parse_gemma,
+    parse_gpt_oss,
     parse_hermes,
     parse_kimi,
 )
@@ -103,12 +105,16 @@ GEMMA = Format(
     ),
     inner=("<tool_call|>", '<|"|>'),
 )
+GPT_OSS = Format(
+    "gpt_oss", _tagged(CALL_START, CALL_END, parse_gpt_oss, is_in_string), inner=(CALL_END,)
+)
 
 _SIGNS: tuple[tuple[tuple[str, ...], Format], ...] = (
     ((deepseek_marker("call\u2581begin"),), DEEPSEEK),
     (("<|tool_call_begin|>",), KIMI),
     (("[TOOL_CALLS]",), MISTRAL),
     (("<|tool_call>",), GEMMA),
+    (("<|channel|>commentary", "functions."), GPT_OSS),
     (("<tool_call>", "<arg_key>"), ARGUMENT_TAGS),
     (("<function=", "<parameter="), FUNCTION_TAGS),
     (("<tool_call>",), HERMES),

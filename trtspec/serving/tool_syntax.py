@@ -211,6 +211,12 @@ def parse_kimi(inner: str, tools: Tools) -> Call:
     return make_call(name, load_json(arguments), tools, head.strip())
 
 
+def parse_gpt_oss(inner: str, tools: Tools) -> Call:
+    """Reads `NAME<|message|>{…}`, which `channels.py` makes of a message to a function."""
+    name, _, arguments = inner.partition("<|message|>")
+    return make_call(name, load_json(arguments), tools)
+
+
 # -- Gemma 4 -----------------------------------------------------------------------------------
 _QUOTE = '<|"|>'
 _GEMMA_TOKEN = re.compile(
