@@ -394,6 +394,7 @@ void attend_clusters(TensorView q, TensorView k, TensorView v, TensorView tables
   p.scale = static_cast<float>(scale), p.sinks = data(sinks);
   check(!sinks.has_value() || (sinks.value().dtype() == q.dtype() && is_dense(sinks.value())),
         "sinks of the queries' type");
+  check(!sinks.has_value() || sinks.value().numel() == q.size(1), "a sink for each query head");
   check(p.per_kv > 0, "at least as many query heads as KV heads");
   p.kv_inverse = 65536 / p.per_kv + 1;
   check(scale > 0, "a positive scale");

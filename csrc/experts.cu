@@ -9,7 +9,7 @@ constexpr int kExpertWarps = 12, kExpertSplit = 4;  // of gate and up; down's wa
 // Stages of the rings. A block of down finds room beside one of gate and up, unless many rows rest there,
 // and so starts early.
 constexpr int kUpDepth = 6, kDownDepth = 4, kUpDepthOfFp8 = 5, kDownDepthOfFp8 = 3;
-constexpr int kUpDepthOfFp4 = 5, kDownDepthOfFp4 = 3;
+constexpr int kUpDepthOfFp4 = 5, kDownDepthOfFp4 = 2;
 // Two blocks of gate and up must not: where two are, another multiprocessor has none, and the kernel takes
 // twice as long. So each takes at least this much.
 constexpr int kLeastShared = 97 << 10;

@@ -75,6 +75,11 @@ def _llm(
     return LLM(folder / family, spec, device=device, **{**defaults, **options})
 
 
+def test_mxfp4_stays(folder: Path, tmp_path: Path) -> None:
+    target = _llm(folder, tmp_path, "mxfp4", "plain", "cuda").executor.target
+    assert all(layer.mlp.experts.fp4 is not None for layer in target.layers)
+
+
 @pytest.mark.parametrize(("family", "mode"), CASES)
 def test_tokens_are_those_of_the_cpu(folder: Path, tmp_path: Path, family: str, mode: str) -> None:
     """Prompts in chunks; eagerly and as graphs."""

@@ -107,12 +107,16 @@ def _check(
     torch.testing.assert_close(out.cpu().double(), total, atol=2 * bound, rtol=bound)
 
 
-def test_a_row_does_not_depend_on_rows_beside_it() -> None:
-    experts, x, ids, weights = random_experts(8, 16, 4, 256, 192, torch.bfloat16)
+@pytest.mark.parametrize("is_fp4", [False, True])
+def test_a_row_does_not_depend_on_rows_beside_it(is_fp4: bool) -> None:
+    sizes = layer.MAX_FP4_ROWS, 16, 4, 256, 192
+    experts, x, ids, weights = random_experts(*sizes, torch.bfloat16, has_bias=is_fp4)
+    if is_fp4:
+        experts.hold(*to_fp4(experts))
     experts.cuda()
     x, ids, weights = x.cuda(), ids.cuda(), weights.cuda()
     together = experts(x, ids, weights)
-    for row in range(8):
+    for row in range(len(x)):
         own = slice(row, row + 1)
         assert torch.equal(experts(x[own], ids[own], weights[own]), together[own])
         # Nor on the order of its choices.
@@ -120,12 +124,14 @@ def test_a_row_does_not_depend_on_rows_beside_it() -> None:
         assert torch.equal(experts(x[own], *turned), together[own])
 
 
-def test_experts_of_other_ranks_add_nothing() -> None:
-    experts, x, ids, weights = random_experts(6, 12, 4, 128, 64, torch.bfloat16)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_experts_of_other_ranks_add_nothing(has_bias: bool) -> None:
+    sizes = 6, 12, 4, 128, 64
+    experts, x, ids, weights = random_experts(*sizes, torch.bfloat16, has_bias=has_bias)
     expected = naive_experts(experts, x, ids, weights)
     total = torch.zeros(6, 128, dtype=torch.float64)
     for first, count in ((0, 5), (5, 1), (6, 6)):
-        own = Experts(count, 128, 64, first=first, total=12).cuda()
+        own = Experts(count, 128, 64, has_bias=has_bias, first=first, total=12).cuda()
         for mine, all_of in zip(own.parameters(), experts.parameters(), strict=True):
             mine.data = all_of.data[first : first + count].cuda()
         total += own(x.cuda(), ids.cuda(), weights.cuda()).cpu().double()
@@ -137,8 +143,11 @@ def test_experts_of_other_ranks_add_nothing() -> None:
         assert torch.equal(own(x.cuda(), nowhere, weights.cuda(), residual.clone()), residual)
 
 
-def test_rows_that_are_not_numbers_stay_alone() -> None:
-    experts, x, ids, weights = random_experts(3, 8, 2, 64, 64, torch.bfloat16)
+@pytest.mark.parametrize("is_fp4", [False, True])
+def test_rows_that_are_not_numbers_stay_alone(is_fp4: bool) -> None:
+    experts, x, ids, weights = random_experts(3, 8, 2, 64, 192, torch.bfloat16, has_bias=is_fp4)
+    if is_fp4:
+        experts.hold(*to_fp4(experts))
     experts.cuda()
     x, ids, weights = x.cuda(), ids.cuda(), weights.cuda()
     expected = experts(x, ids, weights)

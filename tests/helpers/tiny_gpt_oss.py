@@ -19,7 +19,7 @@ FIELDS: dict[str, Any] = {
     },
 }  # fmt: skip
 """The limit is so low that it clamps."""
-BY_GROUPS = {"hidden_size": 64, "intermediate_size": 96}
+BY_GROUPS = {"hidden_size": 64, "intermediate_size": 192}
 
 
 def gpt_oss_dir(tmp_path: Path, seed: int = 0, **overrides: Any) -> Path:

@@ -72,6 +72,30 @@ def test_normed_router_logits(
         torch.testing.assert_close(ours.double(), twin, atol=2 * bound, rtol=bound)
 
 
+def test_which_scores_are_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows of a large weight, more of a small one."""
+    few = {
+        size: max(n for n in range(2000) if moe.is_few_for_router(n, torch.empty(*size)))
+        for size in ((256, 7168), (128, 2048), (32, 2880), (4, 64))
+    }
+    assert few == {(256, 7168): 11, (128, 2048): 49, (32, 2880): 130, (4, 64): 1024}
+    assert not moe.is_few_for_router(0, torch.empty(4, 64))
+
+
+def test_router_logits_of_many_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 32, generator=generator).to(DEVICE) for n in (300, 5))
+    expected = x.double() @ weight.double().T
+    norm = RMSNorm(32, 1e-5).to(DEVICE)
+    norm.weight.data = torch.ones(32, device=DEVICE)
+    scale = (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    for logits, of_float64 in (
+        (triton_moe.router_logits(x, weight), expected),
+        (triton_moe.normed_router_logits(x, norm, weight)[1], expected * scale),
+    ):
+        torch.testing.assert_close(logits.double(), of_float64, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("options", ROUTES)
 def test_route(options: dict[str, Any], has_bias: bool) -> None:
@@ -211,12 +235,11 @@ FP4_SHAPES = [  # rows, experts, chosen, hidden size, inner size
 def test_fp4_experts_equal_a_loop(
     monkeypatch: pytest.MonkeyPatch, way: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    """With gpt-oss's biases and activation; rows of other ranks' experts are not written."""
-    count = shape[1]
-    experts, x, ids, weights = random_experts(*shape, torch.float32, has_bias=True)
+    """With gpt-oss's activation; rows of other ranks' experts are not written."""
+    count, has_bias = shape[1], shape[0] % 2 == 0
+    experts, x, ids, weights = random_experts(*shape, torch.float32, has_bias=has_bias)
     stacks, x = to_fp4(experts), x.to(dtype)
     expected = naive_experts(experts, x, ids, weights, "swish")
-    assert experts.biases is not None
     x, ids, weights = x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
     monkeypatch.setattr(moe, "grouped_matmul", _poisoned if way == "triton" else _torchs_product)
     total = torch.zeros(expected.shape, dtype=torch.float64)
@@ -225,7 +248,8 @@ def test_fp4_experts_equal_a_loop(
         own = torch.where((own < 0) | (own >= here), here, own)
         part = slice(first, first + here)
         mine = [Fp4Weight(*(t[part].to(DEVICE) for t in stack)) for stack in stacks]
-        biases = moe.ExpertBiases(*(bias[part].to(DEVICE, dtype) for bias in experts.biases))
+        biases = [bias[part].to(DEVICE, dtype) for bias in experts.biases or ()]
+        biases = moe.ExpertBiases(*biases) if has_bias else None
         out = moe.grouped_experts(x, own, weights, *mine, BETWEEN["swish"][0], count, biases)
         assert out.dtype == dtype
         total += out.cpu().double()
@@ -264,17 +288,16 @@ def test_fp8_experts_equal_a_loop(
 ) -> None:
     """By one rank that has all experts, and by two that have a half each."""
     rows, count, top_k, size, inner, *groups = shape
-    sizes = rows, count, top_k, size, inner
-    experts, x, ids, weights = random_experts(*sizes, torch.float32, has_bias=True)
+    sizes, has_bias = (rows, count, top_k, size, inner), rows % 2 == 1
+    experts, x, ids, weights = random_experts(*sizes, torch.float32, has_bias=has_bias)
     fp8 = to_fp8(experts, *groups)
-    assert experts.biases is not None
-    biases = [bias.to(DEVICE) for bias in experts.biases]
+    biases = [bias.to(DEVICE) for bias in experts.biases or ()]
     expected = naive_experts(experts, x.to(dtype), ids, weights)
     x, ids, weights = x.to(DEVICE, dtype), ids.to(DEVICE), weights.to(DEVICE)
     monkeypatch.setattr(moe, "grouped_matmul", _poisoned if way == "triton" else _torchs_product)
     gate_up, down = fp8.part(0, count, DEVICE)
     options = {"gate_and_mul": experts.gate_and_mul, "total": count}
-    of_all = moe.ExpertBiases(*biases)
+    of_all = moe.ExpertBiases(*biases) if has_bias else None
     whole = moe.grouped_experts(x, ids, weights, gate_up, down, **options, biases=of_all)
     parts = torch.zeros_like(whole)
     for first in (0, count // 2):
@@ -282,7 +305,8 @@ def test_fp8_experts_equal_a_loop(
         here = count // 2 if first == 0 else count - count // 2
         own = torch.where((own < 0) | (own >= here), here, own)
         gate_up, down = fp8.part(first, here, DEVICE)
-        mine = moe.ExpertBiases(*(bias[first : first + here] for bias in biases))
+        mine = [bias[first : first + here] for bias in biases]
+        mine = moe.ExpertBiases(*mine) if has_bias else None
         parts += moe.grouped_experts(x, own, weights, gate_up, down, **options, biases=mine)
     bound = FP8_BOUNDS[dtype]
     for out in (whole, parts):

@@ -108,6 +108,17 @@ def test_a_gpu_keeps_mxfp4_where_blocks_are_whole(
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_mxfp4_that_is_lost_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = mxfp4_dir(tmp_path, num_attention_heads=4, num_local_experts=4)
+    for ranks, words in (((2, 2), []), ((2, 1), ["3 of 3 mixtures", "moe_expert_parallel_size"])):
+        caplog.clear()
+        _logits(path, KEPT, ranks)
+        told = [
+            record.message for record in caplog.records if "do not stay MXFP4" in record.message
+        ]
+        assert bool(told) == bool(words) and all(word in told[0] for word in words)
+
+
 def test_large_scales_make_them_fp8(tmp_path: Path) -> None:
     """A kernel's factor must be a bf16."""
     path = mxfp4_dir(tmp_path, hidden_size=64, intermediate_size=64)
@@ -180,6 +191,16 @@ def _drop(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
 
 def _nan_scale(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{STACK}_scales"][2, 3, 1] = 255
+    tensors[f"{STACK}_scales"][2, 3, 0] = 253  # times 6 is infinite
+
+
+def _twice(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[STACK] = torch.zeros(6, 192, 64)
+
+
+def _matrix(tensors: dict[str, torch.Tensor]) -> None:
+    for part in ("blocks", "scales"):
+        tensors[f"{STACK}_{part}"] = tensors[f"{STACK}_{part}"][0].contiguous()
 
 
 def _short(tensors: dict[str, torch.Tensor]) -> None:
@@ -197,9 +218,12 @@ def _fewer_experts(tensors: dict[str, torch.Tensor]) -> None:
         (_drop(f"{STACK}_scales"), [f"{STACK}_blocks, but not {STACK}_scales"]),
         (_drop(f"{STACK}_blocks"), [f"{STACK}_scales, but not {STACK}_blocks"]),
         (_drop(f"{STACK}_bias"), ["lacks 1 of", f"{STACK}_bias"]),
-        (_nan_scale, [f"{STACK}_scales", "1 scales that are NaN"]),
-        (_short, [f"{STACK}_blocks", "[6, 64, 3, 8]", "groups, 16]"]),
-        (_fewer_experts, [STACK, "[5, 64, 96]", "[6, 64, 96]"]),
+        (_drop("model.layers.1.self_attn.sinks"), ["lacks 1 of", "layers.1.self_attn.sinks."]),
+        (_nan_scale, [f"{STACK}_scales", "2 scales that are NaN"]),
+        (_twice, [f"{STACK} and {STACK}_blocks", "one weight"]),
+        (_matrix, [f"{STACK}_blocks", "[64, 6, 16]", "only experts' stacks"]),
+        (_short, [f"{STACK}_blocks", "[6, 64, 6, 8]", "groups, 16]"]),
+        (_fewer_experts, [STACK, "[5, 64, 192]", "[6, 64, 192]", "num", "intermediate_size"]),
     ],
 )
 def test_weights_that_are_refused(
@@ -212,6 +236,13 @@ def test_weights_that_are_refused(
     with pytest.raises(CheckpointError) as refusal:
         load_decoder(path, ON_CPU)
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_mxfp4_that_the_config_does_not_say(tmp_path: Path) -> None:
+    path = mxfp4_dir(tmp_path)
+    edit_config(path, quantization_config=None)
+    with pytest.raises(CheckpointError, match="in MXFP4, which config"):
+        load_decoder(path, ON_CPU)
 
 
 def test_a_config_without_newer_fields_is_read(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """MXFP4 weights (OCP Microscaling Formats 1.0): 32 numbers of 4 bits (e2m1) share a power of two.
 
     X_blocks [E, out, in / 32, 16] uint8: two numbers a byte, the first of them in its low bits
-    X_scales [E, out, in / 32]     uint8: 2^(s - 127); 255 is NaN
+    X_scales [E, out, in / 32]     uint8: 2^(s - 127); 255 is NaN, from 253 on 6 is too large
 
 So gpt-oss stores the experts' stacks X. Products may keep them (`read_fp4`). Every number of e2m1
 is one of e4m3 too: else they are FP8 weights whose groups have 32 columns, with the same values.
@@ -30,22 +30,22 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 class Mxfp4Tensor(ScaledTensor):
     """A stack of MXFP4 weights, as the checkpoint has it."""
 
-    packed: TensorSource
-    powers: TensorSource
+    blocks: TensorSource
+    scale_bytes: TensorSource
 
     def fits_fp4(self, cut: Cut | None) -> bool:
         """Whether a cut can be `Fp4Weight`: blocks are whole, and kernels take the scales."""
         columns = self.numbers.shape[-1]
         edges = (0, columns) if cut is None or cut.dim < 2 else (cut.start, cut.length)
         whole_blocks = all(edge % fp4.BLOCK == 0 for edge in edges)
-        return whole_blocks and int(self.powers.read().max()) <= fp4.LARGEST_SCALE
+        return whole_blocks and int(self.scale_bytes.read().max()) <= fp4.LARGEST_SCALE
 
     def read_fp4(self, cut: Cut | None) -> fp4.Fp4Weight:
         """Returns what `fits_fp4`."""
         of_groups = cut
         if cut is not None and cut.dim == 2:
             of_groups = Cut(2, *(n // fp4.GROUP for n in cut[1:]))
-        return fp4.from_checkpoint(self.packed.read(of_groups), self.powers.read(of_groups))
+        return fp4.from_checkpoint(self.blocks.read(of_groups), self.scale_bytes.read(of_groups))
 
 
 def unpacked(sources: dict[str, TensorSource], where: Path) -> dict[str, TensorSource]:
@@ -56,7 +56,8 @@ def unpacked(sources: dict[str, TensorSource], where: Path) -> dict[str, TensorS
         where: its config.json, for messages.
 
     Raises:
-        CheckpointError: blocks without scales, scales without blocks, or of other shapes or dtypes.
+        CheckpointError: blocks without scales, scales without blocks, ones of other shapes or
+            dtypes, or beside the weight as floats.
     """
     found = dict(sources)
     for name in [name for name in sources if name.endswith(_BLOCKS)]:
@@ -66,6 +67,11 @@ def unpacked(sources: dict[str, TensorSource], where: Path) -> dict[str, TensorS
             raise CheckpointError(
                 f"{where.parent} holds {name}, but not {stem}{_SCALES}. Copy the checkpoint again "
                 "from its source, all shards of it."
+            )
+        if stem in found:
+            raise CheckpointError(
+                f"{where.parent} holds {stem} and {name}, which are one weight. Remove one of "
+                "them, or copy the checkpoint again from its source."
             )
         found[stem] = _weight(stem, blocks, scales)
     left = next((name for name in found if name.endswith(_SCALES)), None)
@@ -83,16 +89,16 @@ def _weight(stem: str, blocks: TensorSource, scales: TensorSource) -> TensorSour
     if not is_whole or scales.shape != of_groups or {blocks.dtype, scales.dtype} != {MXFP4}:
         raise CheckpointError(
             f"{blocks.name} in {blocks.path} has shape {list(blocks.shape)} and dtype "
-            f"{blocks.dtype}, {scales.name} {list(scales.shape)} and {scales.dtype}; MXFP4 has "
-            f"[experts, outputs, groups, {fp4.GROUP // 2}] and [experts, outputs, groups] of "
-            f"{MXFP4}. Copy the checkpoint again from its source."
+            f"{blocks.dtype}, {scales.name} {list(scales.shape)} and {scales.dtype}; only experts' "
+            f"stacks may be MXFP4, of [experts, outputs, groups, {fp4.GROUP // 2}] and [experts, "
+            f"outputs, groups] of {MXFP4}. Use another checkpoint, or copy it again."
         )
     shape = (*of_groups[:-1], of_groups[-1] * fp4.GROUP)
     read = partial(_codes, blocks)
     codes = replace(blocks, shape=shape, dtype=FP8, load=read, load_cut=read)
     powers = replace(scales, dtype="F32", load=partial(_powers, scales), load_cut=None)
     block = 1, fp4.GROUP
-    weight = Mxfp4Tensor(codes, powers, of_groups, block, packed=blocks, powers=scales)
+    weight = Mxfp4Tensor(codes, powers, of_groups, block, blocks=blocks, scale_bytes=scales)
     return as_floats(replace(blocks, name=stem, shape=shape), weight)
 
 
@@ -103,17 +109,21 @@ def _codes(blocks: TensorSource, cut: Cut | None = None) -> Tensor:
         first, end = cut.start // fp4.GROUP, -(-(cut.start + cut.length) // fp4.GROUP)
         whole_groups = Cut(2, first, end - first, cut.full // fp4.GROUP)
     packed = blocks.read(whole_groups)
-    magnitudes = torch.tensor(fp4.MAGNITUDES)
-    table = torch.cat((magnitudes, -magnitudes)).to(torch.float8_e4m3fn)
-    bytes_of = table.view(torch.uint8)
-    low, high = (bytes_of[half.int()] for half in (packed & 15, packed >> 4))
-    codes = torch.stack((low, high), dim=-1).flatten(-3).view(torch.float8_e4m3fn)
+    codes = torch.stack((_e4m3(packed & 15), _e4m3(packed >> 4)), dim=-1)
+    codes = codes.flatten(-3).view(torch.float8_e4m3fn)
     if cut is None or cut.dim != 2:
         return codes
     return codes.narrow(2, cut.start % fp4.GROUP, cut.length)
 
 
+def _e4m3(codes: Tensor) -> Tensor:
+    """Returns the e4m3 codes of e2m1 ones, both uint8; a half has another mantissa bit."""
+    size = codes & 7
+    return torch.where(size > 1, 0x30 + 4 * size, 0x30 * size) | (codes & 8) << 4
+
+
 def _powers(scales: TensorSource) -> Tensor:
+    """Returns the scales; of bytes that make 6 infinite NaN, which readers refuse."""
     exponents = scales.read().int() - 127
     powers = torch.ldexp(torch.ones(exponents.shape), exponents)
-    return torch.where(exponents == 128, torch.nan, powers)
+    return torch.where(exponents > 125, torch.nan, powers)

@@ -24,7 +24,7 @@ from ..errors import CheckpointError
 from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..models.placement import Placement
-from ..ops.experts.fp4 import Fp4Weight, padded_groups
+from ..ops.experts.fp4 import BLOCK, Fp4Weight, padded_groups
 from ..ops.layer.fp8 import FP8, Fp8Weight, dequantize, has_fp8, quantize
 from ..ops.layer.kv_codes import as_bytes
 from .mxfp4 import Mxfp4Tensor
@@ -319,12 +319,24 @@ def _of_four_bits(
 ) -> set[str]:
     """Returns the names of the experts' modules both of whose stacks stay MXFP4."""
     fits: dict[str, bool] = {}
+    are_stored: set[str] = set()  # modules with MXFP4 in the checkpoint
     for name, placement in placement_of.items():
         if placement.leaf in _STACKS and form.keeps_fp8:
             scaled = sources[name].scaled
             fit = isinstance(scaled, Mxfp4Tensor) and scaled.fits_fp4(placement.cut)
             fits[placement.module] = fit and fits.get(placement.module, True)
-    return {module for module, fit in fits.items() if fit}
+            are_stored.update([placement.module] if isinstance(scaled, Mxfp4Tensor) else [])
+    kept = {module for module, fit in fits.items() if fit}
+    if are_stored - kept:
+        logger.warning(
+            "%d of %d mixtures do not stay MXFP4: this rank's part of an expert's width is no "
+            "multiple of %d, or a scale is too large. They take 2 to 4 times the memory. Share "
+            "experts out in place of their width (moe_expert_parallel_size).",
+            len(are_stored - kept),
+            len(are_stored),
+            BLOCK,
+        )
+    return kept
 
 
 def _empty_fp4(shape: torch.Size, device: torch.device) -> Fp4Weight:

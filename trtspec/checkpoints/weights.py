@@ -156,7 +156,6 @@ def load_weights(model: Decoder, model_dir: Path, options: LoadOptions) -> None:
                 len(everything) - len(sources),
             )
         sources = dequantized(sources, config.raw, model_dir / "config.json")
-        sources = {_our_name(name): source for name, source in sources.items()}
         if tied and "lm_head.weight" in sources:  # some files have the shared weights as that alone
             sources.setdefault("model.embed_tokens.weight", sources["lm_head.weight"])
         _values_from_keys(sources, placement_of, model_dir, config)
@@ -168,11 +167,6 @@ def load_weights(model: Decoder, model_dir: Path, options: LoadOptions) -> None:
         if tied:
             _tie(model, sources.get("lm_head.weight"), model_dir)
     finish(model, options.device, options.pack)
-
-
-def _our_name(name: str) -> str:
-    """gpt-oss calls attention's sinks otherwise than draft heads and MiMo-V2 do."""
-    return re.sub(r"\.self_attn\.sinks$", ".self_attn.attention_sink_bias", name)
 
 
 def placements(model: nn.Module) -> dict[str, Placement]:
@@ -194,7 +188,10 @@ def placements(model: nn.Module) -> dict[str, Placement]:
         for part in PACKED.get(last, (last,)):
             owner = model.get_submodule(parent)
             rows = _rows(part, owner) if last in PACKED else parameter.shape[0]
-            source = ".".join(filter(None, (parent, part, leaf)))
+            name_of_leaf = leaf
+            if leaf == "attention_sink_bias":
+                name_of_leaf = model.get_submodule(module).sinks_name
+            source = ".".join(filter(None, (parent, part, name_of_leaf)))
             order, shape = _order(part, owner, rows), (rows, *parameter.shape[1:])
             cut = _cut(part, model.get_submodule(module), owner, shape)
             if cut is not None and cut.dim == 0:  # the last rank may have fewer rows than room
@@ -250,7 +247,10 @@ def shape_problem(name: str, source: TensorSource, placement: Placement) -> str 
     if source.shape != placement.source_shape:
         fields = _CONFIG_FIELDS.get(name.rsplit(".", 2)[-2], "hidden_size")
         if re.search(r"experts?\.|\.moe\.", name):  # of a mixture: routed or shared
-            fields = "the experts' number and sizes (moe_intermediate_size, …) and hidden_size"
+            fields = (
+                "the experts' number and sizes (moe_intermediate_size or intermediate_size, …) and "
+                "hidden_size"
+            )
         return (
             f"{source.name} in {source.path} has shape {list(source.shape)}, but config.json makes "
             f"it {list(placement.source_shape)}. Check {fields} there."
@@ -286,6 +286,8 @@ def _check(
         hint = ""
         if "lm_head.weight" in missing:
             hint = " (if it shares the embedding, config.json must say tie_word_embeddings: true)"
+        elif any(f"{name}_blocks" in sources for name in missing):
+            hint = " (they are in MXFP4, which config.json must say: quantization_config)"
         raise CheckpointError(
             f"{model_dir} lacks {len(missing)} of {len(placement_of)} tensors: "
             f"{some(missing)}{hint}. Check that config.json belongs to these weights."

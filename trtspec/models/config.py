@@ -105,6 +105,7 @@ class DecoderConfig:
     attention_scale: float | None = None  # None is 1 / sqrt(head_dim)
     attention_softcap: float | None = None  # scores s become cap * tanh(s / cap)
     attention_sinks: bool = False  # each query head has a logit beside its scores, without a value
+    sinks_name: str = "attention_sink_bias"  # of their tensor in the checkpoint
     logits_softcap: float | None = None
     head_gate: bool = False  # attention's heads are scaled by sigmoid(g_proj(its input))
     rotary_dim: int | None = None  # of a head's dimensions only the first are rotated; None is all

@@ -82,6 +82,7 @@ class Attention(nn.Module):
         self.head_dim, self.head_order = config.head_dim, rotation_order(config)
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.attention_sink_bias: nn.Parameter | None = None  # public heads' name of the sinks
+        self.sinks_name = config.sinks_name
         self.shard = parallel.heads()  # of the sinks
         if config.attention_sinks:
             sinks = torch.empty(config.num_heads)

@@ -197,6 +197,7 @@ def _expert_placements(
 ) -> dict[str, Placement]:
     """Returns the placements of a tensor for each expert and part, or for each part; of biases,
     for each part."""
+    assert not names.expert_bias or "{expert}" not in names.expert
     first, size, inner = experts.first, experts.size, experts.inner
     parts = _parts(size, inner)
     if names.has_gate_up:
@@ -223,7 +224,8 @@ def _expert_placements(
             by_columns = names.floats_by_columns
             placement_of[source] = replace(stacked, order=order, floats_by_columns=by_columns)
             if names.expert_bias:
-                bias = _stacked(experts, part, Placement(module, f"{leaf}_bias", 0, shape[:1]))
+                bias = Placement(module, f"{leaf}_bias", start, shape[:1])
+                bias = _stacked(experts, part, bias)
                 source = beside(name, names.expert_bias.format(part=part))
                 placement_of[source] = replace(bias, order=order)
     return placement_of

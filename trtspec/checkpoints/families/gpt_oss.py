@@ -16,6 +16,7 @@ def gpt_oss(hf: Any, where: Path) -> dict[str, Any]:
         "qkv_bias": bias,
         "o_bias": bias,
         "attention_sinks": True,
+        "sinks_name": "sinks",
         "layer_windows": windows_by_type(hf, where),
         "moe": gpt_oss_moe(hf, where),
     }

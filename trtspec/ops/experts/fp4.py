@@ -11,7 +11,8 @@ from torch import Tensor
 GROUP = 32  # columns that share a scale
 BLOCK = 64  # columns whose codes lie together
 LARGEST_SCALE = 128
-"""A scale byte s is 2^(s - 127). Kernels multiply by 2^(s - 1), which must be a bf16."""
+"""A scale byte s is 2^(s - 127). Kernels multiply by 2^(s - 1), which must be a bf16. (Of s = 0 one
+takes zero: such weights are smaller than 1e-37.)"""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the low three bits; the fourth is a sign
 
 
@@ -31,7 +32,7 @@ class Fp4Weight(NamedTuple):
         count, out, half = self.codes.shape
         return count, out, 2 * half
 
-    def at(self, expert: int) -> Fp4Weight:
+    def one(self, expert: int) -> Fp4Weight:
         """Returns one weight of the stack, as a stack."""
         return Fp4Weight(self.codes[expert : expert + 1], self.scales[expert : expert + 1])
 

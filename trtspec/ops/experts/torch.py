@@ -21,9 +21,9 @@ from ..layer.norm import Norm, rms_norm
 from . import fp4
 from .fp4 import Fp4Weight
 
-MIN_ROUTER_ROWS, MAX_ROUTER_PRODUCTS = 5, 11 << 20
+MAX_ROUTER_PRODUCTS, MAX_ROUTER_ROWS, UNCOUNTED_ROUTER_ROWS = 11 << 20, 1024, 5
 """Scores of few rows are a kernel of ours: cuBLAS has few programs for them. Ours takes longer from
-that many products on. The first five rows do not count, for cuBLAS reads the weight, too."""
+that many products on. The first rows do not count, for cuBLAS reads the weight, too."""
 MAX_NORMED_COLUMNS = 8192
 """Up to here a program normalizes a whole row by itself."""
 MIN_LIBRARY_ROWS = 64
@@ -78,7 +78,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     (`layers/linear.py` has the reason).
     """
     rows = x.shape[0]
-    triton = kernels("experts.triton", x) if _is_quicker(rows, weight) else None
+    triton = kernels("experts.triton", x) if is_few_for_router(rows, weight) else None
     if triton is not None:
         return triton.router_logits(x, weight)
     if not x.is_cuda and rows < INVARIANT_ROWS:
@@ -86,13 +86,15 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.float(), weight.float())[:rows]
 
 
-def _is_quicker(rows: int, weight: Tensor) -> bool:
-    return 0 < rows <= 1024 and (rows - MIN_ROUTER_ROWS) * weight.numel() <= MAX_ROUTER_PRODUCTS
+def is_few_for_router(rows: int, weight: Tensor) -> bool:
+    """Whether our kernel takes less time than cuBLAS for the scores of that number of rows."""
+    counted = rows - UNCOUNTED_ROUTER_ROWS
+    return 0 < rows <= MAX_ROUTER_ROWS and counted * weight.numel() <= MAX_ROUTER_PRODUCTS
 
 
 def normed_router_logits(x: Tensor, norm: Norm, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Returns norm(x), [T, D] in x's dtype, and its `router_logits`."""
-    is_few = _is_quicker(x.shape[0], weight) and x.shape[1] <= MAX_NORMED_COLUMNS
+    is_few = is_few_for_router(x.shape[0], weight) and x.shape[1] <= MAX_NORMED_COLUMNS
     is_trained = norm.weight.requires_grad and torch.is_grad_enabled()
     triton = kernels("experts.triton", x) if is_few and not is_trained else None
     if triton is not None:
@@ -203,7 +205,7 @@ def floats_of(weight: Fp8Weight | Fp4Weight, expert: int, dtype: torch.dtype) ->
     """Returns one expert's weight [M, K] in a float dtype."""
     if isinstance(weight, Fp8Weight):
         return dequantize(weight.at(expert), dtype)
-    return fp4.dequantize(weight.at(expert), dtype)[0]
+    return fp4.dequantize(weight.one(expert), dtype)[0]
 
 
 def has_grouped_mm(x: Tensor, weight: Tensor) -> bool:

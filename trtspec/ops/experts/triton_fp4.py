@@ -24,6 +24,10 @@ def _pair(out: str, codes: str, magnitude: int, sign: int, power: str) -> str:
     """Returns PTX that makes two bf16 of two bytes, in bits 8 to 15 and 24 to 31 of a register.
 
     A bf16 with e2m1's exponent and mantissa is 2^126 times too small, which is in the factor.
+
+    Args:
+        magnitude, sign: how far their bits go to the right, and to the left.
+        power: the register with the factor, twice.
     """
     return f"""
         shr.b32 bits, {codes}, {magnitude};
@@ -34,7 +38,7 @@ def _pair(out: str, codes: str, magnitude: int, sign: int, power: str) -> str:
     """
 
 
-_LOW_BITS, _HIGH_BITS = (2, 4), (6, 0)  # how far magnitudes go to the right, signs to the left
+_LOW_BITS, _HIGH_BITS = (2, 4), (6, 0)
 _LOW, _HIGH = (
     tl.constexpr(
         "{ .reg .b32 a, bits, sign, power; cvt.u32.u16 a, $1; prmt.b32 a, a, 0, 0x1404;"

@@ -45,8 +45,8 @@ class GateAndMul:
     """What stands between a gated network's products: [T, 2I], gate before up, -> [T, I]."""
 
     is_gelu: bool = False  # else silu
-    limit: float | None = None  # of silu alone, as of `clamped_silu_and_mul`
-    alpha: float | None = None  # then it is `swish_and_mul_plus_one`, which has a limit
+    limit: float | None = None  # of silu, as of `clamped_silu_and_mul`; with alpha of gate and up
+    alpha: float | None = None  # then it is `swish_and_mul_plus_one`, and has a limit
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         if self.is_gelu:
