@@ -21,6 +21,7 @@ from trtspec.api.outputs import Logprob
 from trtspec.serving import chat
 from trtspec.serving.completions import LogprobsWriter
 from trtspec.serving.reasoning import ReasoningMarkers
+from trtspec.serving.sampling import make_params
 from trtspec.serving.token_names import TokenNames
 from trtspec.serving.tool_calls import Content, ToolCallDelta
 from trtspec.serving.tool_formats import HERMES
@@ -633,6 +634,49 @@ def test_reasoning_is_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     never = ReasoningMarkers("<think>", "</think>")
     whole, reasoning, content = answers(never, guided_regex="(ab|zz){2,5}")
     assert whole.reasoning_content == reasoning == want and not (whole.content or content)
+
+
+CHANNELS = (
+    "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>ab 12",
+    '<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"x": 12}<|end|>',
+)
+
+
+def test_gpt_oss_channels_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its markers are special tokens. The model is made to write both texts, without which a
+    grammar would hold for the last channel alone."""
+    path = served_model_dir(tmp_path, vocab_size=VOCAB + 8)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    names = ("start", "channel", "message", "end", "return", "call", "constrain")
+    markers = [AddedToken(f"<|{name}|>", special=True) for name in names]
+    assert tokenizer.add_tokens(markers, special_tokens=True) == 7
+    assert tokenizer.add_tokens(["}"]) == 1
+    tokenizer.chat_template += f"{{# {CHANNELS[0]} <|channel|>commentary functions. #}}"
+    tokenizer.save_pretrained(path)
+    ends = []
+
+    def from_the_start(*args: Any, reasoning_end: str | None, **fields: Any) -> SamplingParams:
+        ends.append(reasoning_end)
+        return make_params(*args, reasoning_end=None, **fields)
+
+    monkeypatch.setattr(chat, "make_params", from_the_start)
+    served = Served(make_llm(path))
+    try:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+        forms = [{"type": "const_string", "value": text} for text in CHANNELS]
+        said, called = (
+            ask(
+                client, tools=TOOLS, max_tokens=100,
+                extra_body={"response_format": {"type": "structural_tag", "format": form}},
+            ).choices[0].message
+            for form in forms
+        )  # fmt: skip
+    finally:
+        served.close()
+    assert (said.reasoning_content, said.content, said.tool_calls) == ("hm", "ab 12", None)
+    (call,) = called.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get", '{"x": 12}')
+    assert called.content is None and ends == ["<|channel|>final<|message|>"] * 2
 
 
 def test_async_client(served: Served, reference: LLM) -> None:

@@ -188,10 +188,10 @@ def placements(model: nn.Module) -> dict[str, Placement]:
         for part in PACKED.get(last, (last,)):
             owner = model.get_submodule(parent)
             rows = _rows(part, owner) if last in PACKED else parameter.shape[0]
-            name_of_leaf = leaf
+            named = leaf
             if leaf == "attention_sink_bias":
-                name_of_leaf = model.get_submodule(module).sinks_name
-            source = ".".join(filter(None, (parent, part, name_of_leaf)))
+                named = str(model.get_submodule(module).sinks_name)
+            source = ".".join(filter(None, (parent, part, named)))
             order, shape = _order(part, owner, rows), (rows, *parameter.shape[1:])
             cut = _cut(part, model.get_submodule(module), owner, shape)
             if cut is not None and cut.dim == 0:  # the last rank may have fewer rows than room
