@@ -48,6 +48,12 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
         "first_k_dense_replace": 1,
     },
+    "glm4_moe_lite": {
+        "num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 16, "v_head_dim": 20, "num_nextn_predict_layers": 0,
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
+        "moe_intermediate_size": 24, "routed_scaling_factor": 1.8,
+    },
 }  # fmt: skip
 
 

@@ -177,7 +177,8 @@ def mtp_model_dir(
     """A tiny target whose checkpoint carries MTP layers in a public layout.
 
     Args:
-        layout: "deepseek" is its names over a Llama, "deepseek_v3" a DeepSeek-V3 all through.
+        layout: "deepseek" is its names over a Llama, "deepseek_v3" a DeepSeek-V3 all through, as
+            "glm4_moe_lite" is a GLM.
         own_ends: DeepSeek's form with embedding and head of their own (different ones here).
     """
     family = family if layout == "deepseek" else _FAMILY_OF_LAYOUT[layout]
@@ -193,10 +194,10 @@ def mtp_model_dir(
         layer = _layer_shapes(prefix, SIZE, SIZE, bias=layout in ("mimo", "glm"))
         if layout in ("glm", "qwen3_next"):
             layer |= {f"{prefix}self_attn.{part}_norm.weight": (HEAD_DIM,) for part in "qk"}
-        if layout in ("glm", "deepseek_v3"):
+        if layout in ("glm", *_LATENT):
             layer = {name: shape for name, shape in layer.items() if f"{prefix}mlp" not in name}
             layer |= _moe_shapes(f"{prefix}mlp.", raw)
-        if layout == "deepseek_v3":
+        if layout in _LATENT:
             layer = {name: shape for name, shape in layer.items() if ".self_attn." not in name}
             layer |= _latent_shapes(f"{prefix}self_attn.", raw)
         shapes |= layer
@@ -223,8 +224,10 @@ def mtp_model_dir(
     return path
 
 
+_LATENT = "deepseek_v3", "glm4_moe_lite"
 _FAMILY_OF_LAYOUT = {
     "mimo": "qwen2", "deepseek_v3": "deepseek_v3", "glm": "glm4_moe", "qwen3_next": "qwen3",
+    "glm4_moe_lite": "glm4_moe_lite",
 }  # fmt: skip
 
 

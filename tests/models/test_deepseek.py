@@ -67,6 +67,44 @@ def test_logits_equal_transformers(tmp_path: Path, overrides: dict[str, Any]) ->
     assert spread > 0.5 and error < 1e-4
 
 
+DENSE, SPARSE = "dense", "sparse"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"mlp_layer_types": [DENSE, DENSE, SPARSE], "q_lora_rank": None, "n_group": 2},
+        {"mlp_layer_types": [SPARSE] * 3, "rope_parameters": YARN, "rope_interleave": False},
+        {"mlp_layer_types": [DENSE] * 3},
+    ],
+)
+def test_the_smaller_glm_equals_transformers(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    path = tiny_model_dir(tmp_path, "glm4_moe_lite", **overrides)
+    error, spread = logit_error(path, _texts(97))
+    assert spread > 0.5 and error < 1e-4
+
+
+def test_experts_between_dense_layers_are_refused(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path, "glm4_moe_lite")
+    for types in ([SPARSE, DENSE, SPARSE], [DENSE, SPARSE], [DENSE, SPARSE, "other"]):
+        _set_config(path, mlp_layer_types=types)
+        with pytest.raises(CheckpointError, match=r"mlp_layer_types|cannot read"):
+            load_config(path)
+
+
+def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+    """Its config.json has a name of its own, which transformers does not know."""
+    path = tiny_model_dir(tmp_path, "deepseek_v3", n_group=1, topk_group=1)
+    prompts = _texts(97)
+    meta, positions = prefill_metadata(load_config(path), [len(text) for text in prompts])
+    model = _load(path)
+    expected = model.compute_logits(model(torch.cat(prompts), positions, meta))
+    _set_config(path, model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
+    model = _load(path)
+    assert torch.equal(model.compute_logits(model(torch.cat(prompts), positions, meta)), expected)
+
+
 @pytest.mark.parametrize("interleave", [None, False, True])
 def test_the_order_of_a_rotation_as_a_file_says_it(tmp_path: Path, interleave: bool | None) -> None:
     path = tiny_model_dir(tmp_path, "deepseek_v3")

@@ -232,7 +232,7 @@ def test_an_overflow_stays_with_the_rows_that_chose_it() -> None:
 
 
 # -- decoding ------------------------------------------------------------------------------------
-@pytest.fixture(scope="module", params=["glm", "qwen3_next"])
+@pytest.fixture(scope="module", params=["glm", "glm4_moe_lite", "qwen3_next"])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = mtp_model_dir(
         tmp_path_factory.mktemp("target"), layout=request.param, num_mtp_layers=3, seed=1

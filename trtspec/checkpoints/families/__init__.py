@@ -9,7 +9,7 @@ from __future__ import annotations
 from .deepseek import deepseek_v3
 from .family import Family
 from .gemma import gemma2, gemma3, gemma4
-from .glm import glm4_moe
+from .glm import glm4_moe, glm4_moe_lite
 from .gpt_oss import gpt_oss
 from .llama import llama, mistral, qwen2, qwen3, qwen3_moe
 from .step import step3p5, step3p5_as_qwen3
@@ -41,6 +41,8 @@ FAMILIES: dict[str, Family] = {
         for name in ("gemma4_text", "gemma4_unified_text")
     },
     "deepseek_v3": Family("deepseek_v3", deepseek_v3),  # R1 too
+    "kimi_k2": Family("deepseek_v3", deepseek_v3),  # under its own name
+    "glm4_moe_lite": Family("glm4_moe_lite", glm4_moe_lite),
     "step3p5": Family("qwen3", step3p5, as_hf=step3p5_as_qwen3),
 }
 
