@@ -109,9 +109,15 @@ def test_the_loss_is_the_definition(tmp_path: Path, variation: float) -> None:
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 @pytest.mark.parametrize("format", ["raw", "speculators"])
-def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, kind: str, format: str) -> None:
-    """What the loader reads back proposes what the head proposed in training."""
-    target_dir = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6)
+@pytest.mark.parametrize("heads", [6, 10])
+def test_a_new_head_is_saved_as_it_computes(
+    tmp_path: Path, kind: str, format: str, heads: int
+) -> None:
+    """What the loader reads back proposes what the head proposed in training. 10 heads do not
+    divide the hidden size, as GLM-4.5's 96 do not: a Llama's config must not either."""
+    target_dir = tiny_model_dir(
+        tmp_path, "qwen3", seed=1, num_hidden_layers=6, num_attention_heads=heads, head_dim=8
+    )
     target = load_target(target_dir)
     spec = NewHead(kind=kind, layers_to_capture=CAPTURED if kind == "eagle3" else None)
     head = create_head(spec, target, torch.arange(0, VOCAB, 2), F32, seed=3)

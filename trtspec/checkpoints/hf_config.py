@@ -108,7 +108,8 @@ def _hf_config(raw: dict[str, Any], where: Path) -> Any:
         raw = family.as_hf(raw, where)
     try:
         values = {**copy.deepcopy(raw), "model_type": family.hf_type}
-        config = CONFIG_MAPPING[family.hf_type].from_dict(values)
+        config = CONFIG_MAPPING[family.hf_type].from_dict(values | _even_hidden_size(raw))
+        config.hidden_size = values.get("hidden_size", config.hidden_size)
         if config.rope_parameters:  # as transformers' models do: fields beside them count
             config.standardize_rope_params()
         return config
@@ -116,6 +117,18 @@ def _hf_config(raw: dict[str, Any], where: Path) -> Any:
         raise CheckpointError(
             f"transformers cannot read {where} ({err}). Copy it again from the model's source."
         ) from err
+
+
+def _even_hidden_size(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns a hidden_size that all heads divide, where heads have a size of their own.
+
+    Some classes of transformers ask for one even then; their models do not need it.
+    """
+    names = "hidden_size", "num_attention_heads", "head_dim"
+    hidden_size, heads, head_dim = (raw.get(name) for name in names)
+    if not all(is_int(n, 1, MAX_SIZE) for n in (hidden_size, heads, head_dim)):
+        return {}
+    return {"hidden_size": heads * head_dim} if hidden_size % heads else {}
 
 
 def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
