@@ -124,11 +124,13 @@ def _even_hidden_size(raw: dict[str, Any]) -> dict[str, Any]:
 
     Some classes of transformers ask for one even then; their models do not need it.
     """
-    names = "hidden_size", "num_attention_heads", "head_dim"
-    hidden_size, heads, head_dim = (raw.get(name) for name in names)
-    if not all(is_int(n, 1, MAX_SIZE) for n in (hidden_size, heads, head_dim)):
+    hidden_size, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
+    head_dim = raw.get("head_dim")
+    if not (is_int(hidden_size, 1, MAX_SIZE) and is_int(heads, 1, MAX_SIZE)):
         return {}
-    return {"hidden_size": heads * head_dim} if hidden_size % heads else {}
+    if not is_int(head_dim, 1, MAX_SIZE) or hidden_size % heads == 0:
+        return {}
+    return {"hidden_size": heads * head_dim}
 
 
 def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
