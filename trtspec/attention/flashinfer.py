@@ -257,7 +257,7 @@ def _scaled(q: Tensor, scale: float | None) -> Tensor:
 
 
 def _changes_scores(cached: CachedLayer) -> bool:
-    """Whether a layer's scores have a cap or sinks, which Triton's kernels alone compute."""
+    """Whether a layer's scores have a cap or sinks, which our kernels alone compute."""
     return cached.softcap is not None or cached.sinks is not None
 
 
