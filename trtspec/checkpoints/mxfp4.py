@@ -40,12 +40,13 @@ class Mxfp4Tensor(ScaledTensor):
         whole_blocks = all(edge % fp4.BLOCK == 0 for edge in edges)
         return whole_blocks and int(self.scale_bytes.read().max()) <= fp4.LARGEST_SCALE
 
-    def read_fp4(self, cut: Cut | None) -> fp4.Fp4Weight:
-        """Returns what `fits_fp4`."""
+    def read_fp4(self, cut: Cut | None, device: torch.device) -> fp4.Fp4Weight:
+        """Returns what `fits_fp4`, put in order on a device: that is some ten passes over it."""
         of_groups = cut
         if cut is not None and cut.dim == 2:
             of_groups = Cut(2, *(n // fp4.GROUP for n in cut[1:]))
-        return fp4.from_checkpoint(self.blocks.read(of_groups), self.scale_bytes.read(of_groups))
+        parts = (part.read(of_groups).to(device) for part in (self.blocks, self.scale_bytes))
+        return fp4.from_checkpoint(*parts)
 
 
 def unpacked(sources: dict[str, TensorSource], where: Path) -> dict[str, TensorSource]:

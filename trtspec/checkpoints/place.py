@@ -349,7 +349,7 @@ def _empty_fp4(shape: torch.Size, device: torch.device) -> Fp4Weight:
 
 def _place_fp4(to: Fp4Weight, source: TensorSource, placement: Placement) -> None:
     assert isinstance(source.scaled, Mxfp4Tensor)
-    weight = source.scaled.read_fp4(placement.cut)
+    weight = source.scaled.read_fp4(placement.cut, to.codes.device)
     for part, tensor in zip(to, weight, strict=True):
         part.copy_(_arranged(tensor, placement))
 
