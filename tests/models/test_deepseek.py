@@ -85,6 +85,10 @@ def test_the_smaller_glm_equals_transformers(tmp_path: Path, overrides: dict[str
     assert spread > 0.5 and error < 1e-4
 
 
+def test_the_smaller_glms_mtp_layers_feed_on_the_state_before_the_norm(tmp_path: Path) -> None:
+    assert load_config(tiny_model_dir(tmp_path, "glm4_moe_lite")).mtp_feeds_post_norm is False
+
+
 def test_experts_between_dense_layers_are_refused(tmp_path: Path) -> None:
     path = tiny_model_dir(tmp_path, "glm4_moe_lite")
     for types in ([SPARSE, DENSE, SPARSE], [DENSE, SPARSE], [DENSE, SPARSE, "other"]):

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tiny_gpt_oss import BY_GROUPS, gpt_oss_dir, mxfp4_dir
 from torch import Tensor
 
 from trtspec import SamplingParams
+from trtspec.checkpoints.families.moe import gpt_oss_moe
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.place import LoadOptions, WeightForm
 from trtspec.checkpoints.weights import load_decoder
@@ -94,6 +96,7 @@ def _logits(path: Path, options: LoadOptions, ranks: tuple[int, int]) -> list[tu
         ((64, 192), (2, 1), "FP8"),  # within a block
         ((64, 64), (4, 1), "FP8"),  # within a group
         ((96, 96), (1, 1), "FP8"),  # an odd number of groups
+        ((96, 64), (1, 1), "FP8"),  # of gate and up alone
     ],
 )
 def test_a_gpu_keeps_mxfp4_where_blocks_are_whole(
@@ -102,7 +105,8 @@ def test_a_gpu_keeps_mxfp4_where_blocks_are_whole(
     """Else its numbers are FP8, with the same values."""
     fields = {"hidden_size": sizes[0], "intermediate_size": sizes[1], "num_attention_heads": 4}
     path = mxfp4_dir(tmp_path, num_local_experts=4, **fields)
-    expected = _logits(path, ON_CPU, (1, 1))[0][1]
+    ((on_cpu, expected),) = _logits(path, ON_CPU, (1, 1))
+    assert on_cpu == "floats"
     for found, logits in _logits(path, KEPT, ranks):
         assert found == kind
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
@@ -110,16 +114,15 @@ def test_a_gpu_keeps_mxfp4_where_blocks_are_whole(
 
 def test_mxfp4_that_is_lost_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = mxfp4_dir(tmp_path, num_attention_heads=4, num_local_experts=4)
-    for ranks, words in (((2, 2), []), ((2, 1), ["3 of 3 mixtures", "moe_expert_parallel_size"])):
-        caplog.clear()
-        _logits(path, KEPT, ranks)
-        told = [
-            record.message for record in caplog.records if "do not stay MXFP4" in record.message
-        ]
-        assert bool(told) == bool(words) and all(word in told[0] for word in words)
+    floats = gpt_oss_dir(tmp_path, num_attention_heads=4, num_local_experts=4)
+    for model, ranks in ((path, (2, 2)), (floats, (2, 1)), (path, (2, 1))):
+        assert not any("MXFP4" in text for text in caplog.messages)
+        _logits(model, KEPT, ranks)
+    told = next(text for text in caplog.messages if "MXFP4" in text)
+    assert "3 of 3 mixtures" in told and "moe_expert_parallel_size" in told
 
 
-def test_large_scales_make_them_fp8(tmp_path: Path) -> None:
+def test_large_scales_make_them_fp8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A kernel's factor must be a bf16."""
     path = mxfp4_dir(tmp_path, hidden_size=64, intermediate_size=64)
     tensors = load_file(path / "model.safetensors")
@@ -134,6 +137,31 @@ def test_large_scales_make_them_fp8(tmp_path: Path) -> None:
         for ours, expected in layers:
             pair = (layer.mlp.experts(x, ids, torch.ones(3, 2)) for layer in (ours, expected))
             torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
+    assert any("1 of 3 mixtures" in text for text in caplog.messages)
+
+
+def test_float_experts_are_quantised_as_they_lie(tmp_path: Path) -> None:
+    """Gates before ups, and each rank's own."""
+    options = replace(ON_CPU, form=WeightForm(quantizes=True))
+    path = gpt_oss_dir(tmp_path, num_attention_heads=4, num_local_experts=4)
+    ours, plain = (load_decoder(path, replace(o, pack=False)) for o in (options, ON_CPU))
+    for a, b in zip(ours.layers, plain.layers, strict=True):
+        for leaf in ("gate_up_proj", "down_proj"):
+            found, exact = (getattr(layer.mlp.experts, leaf) for layer in (a, b))
+            bound = float(exact.abs().max()) / 512
+            torch.testing.assert_close(found, exact, rtol=1 / 16, atol=bound)
+    expected = _logits(path, options, (1, 1))[0][1]
+    for ranks in ((2, 1), (2, 2), (4, 2)):
+        for _, logits in _logits(path, options, ranks):
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_biases_of_experts_have_the_models_dtype(tmp_path: Path) -> None:
+    """The kernels for few rows ask for it."""
+    model = load_decoder(gpt_oss_dir(tmp_path), replace(ON_CPU, dtype=torch.bfloat16))
+    for layer in model.layers:
+        assert {bias.dtype for bias in layer.mlp.experts.biases} == {torch.bfloat16}
+        assert layer.mlp.gate.bias.dtype == torch.float32
 
 
 # -- decoding ------------------------------------------------------------------------------------
@@ -207,6 +235,14 @@ def _short(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{STACK}_blocks"] = tensors[f"{STACK}_blocks"][..., :8].contiguous()
 
 
+def _turned_scales(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{STACK}_scales"] = tensors[f"{STACK}_scales"].transpose(1, 2).contiguous()
+
+
+def _signed(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{STACK}_blocks"] = tensors[f"{STACK}_blocks"].view(torch.int8)
+
+
 def _fewer_experts(tensors: dict[str, torch.Tensor]) -> None:
     for part in ("blocks", "scales"):
         tensors[f"{STACK}_{part}"] = tensors[f"{STACK}_{part}"][:5].contiguous()
@@ -223,6 +259,8 @@ def _fewer_experts(tensors: dict[str, torch.Tensor]) -> None:
         (_twice, [f"{STACK} and {STACK}_blocks", "one weight"]),
         (_matrix, [f"{STACK}_blocks", "[64, 6, 16]", "only experts' stacks"]),
         (_short, [f"{STACK}_blocks", "[6, 64, 6, 8]", "groups, 16]"]),
+        (_turned_scales, [f"{STACK}_scales [6, 6, 64]", "only experts' stacks"]),
+        (_signed, [f"{STACK}_blocks", "dtype I8", "of U8"]),
         (_fewer_experts, [STACK, "[5, 64, 192]", "[6, 64, 192]", "num", "intermediate_size"]),
     ],
 )
@@ -243,6 +281,30 @@ def test_mxfp4_that_the_config_does_not_say(tmp_path: Path) -> None:
     edit_config(path, quantization_config=None)
     with pytest.raises(CheckpointError, match="in MXFP4, which config"):
         load_decoder(path, ON_CPU)
+
+
+def test_the_largest_scale_is_read(tmp_path: Path) -> None:
+    """252, with which 6 is still a float32."""
+    path = mxfp4_dir(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors[f"{STACK}_scales"][2, 3, 1] = 252
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    load_decoder(path, ON_CPU)
+
+
+def test_one_experts_matrix_is_no_stack(tmp_path: Path) -> None:
+    path = gpt_oss_dir(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors[STACK] = tensors[STACK][0].contiguous()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=STACK.replace(".", r"\.")):
+        load_decoder(path, ON_CPU)
+
+
+def test_what_an_older_transformers_does_not_fill_in() -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 8}
+    moe = gpt_oss_moe(SimpleNamespace(**sizes), Path("config.json"))
+    assert (moe.swiglu_limit, moe.swiglu_alpha) == (7.0, 1.702)
 
 
 def test_a_config_without_newer_fields_is_read(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from trtspec.serving.tool_formats import GPT_OSS as CALLS
 from trtspec.serving.tool_formats import format_of
 
 Split = tuple[str, str, list[tuple[str, Any]]]
+LONG = "x" * 600
 NEXT = "<|start|>assistant"
 ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|channel|>final<|message|>"
@@ -67,7 +68,20 @@ def split(pieces: list[str], tools: list[dict[str, Any]] | None = None) -> Split
         ("to=be or not", ("", "to=be or not", [])),
         ("  to", ("", "  to", [])),
         ('{"json": true}', ("", '{"json": true}', [])),
-        ("<|channel|>" + "x" * 600, ("", "<|channel|>" + "x" * 600, [])),
+        ("<|channel|>" + LONG, ("", "<|channel|>" + LONG, [])),
+        (f"<|channel|>{LONG}<|message|>a", ("", f"<|channel|>{LONG}<|message|>a", [])),
+        ("<|start|>" + LONG, ("", "<|start|>" + LONG, [])),
+        (f"{FINAL}Yes.<|start|>{LONG}", ("", f"Yes.\n<|start|>{LONG}", [])),
+        (f"{FINAL}Yes.<|return|>\n<|start|>{LONG}", ("", f"Yes.\n\n<|start|>{LONG}", [])),
+        (f"<|channel|>analysis{' ' * 480}<|message|>Hm.", ("Hm.", "", [])),
+        ("<|channel|> analysis<|message|>Hm.", ("Hm.", "", [])),
+        (f"{ANALYSIS}Hm.{NEXT}{FINAL}Yes.", ("Hm.", "Yes.", [])),
+        (f"{CALL}<|call|>{NEXT}{FINAL}Done.", ("", "Done.", [("f", {"x": 1})])),
+        (f"{CALL}<|end|>{NEXT}{FINAL}Done.", ("", "Done.", [("f", {"x": 1})])),
+        (
+            f"<|channel|>commentary<|message|>I look.<|end|>{NEXT}{CALL[:-1]}<|call|>",
+            ("", 'I look.<|channel|>commentary to=f<|message|>{"x": 1<|call|>', []),
+        ),
     ],
 )  # fmt: skip
 def test_texts(text: str, expected: Split) -> None:
@@ -102,12 +116,17 @@ def test_any_pieces_give_the_same(text: str, places: list[int]) -> None:
 def test_the_template_says_it() -> None:
     template = f"… {NEXT}{FINAL} … <|channel|>commentary to=functions. … {ANALYSIS} …"
     assert split_for(SimpleNamespace(chat_template=template)) is GPT_OSS
+    assert split_for(SimpleNamespace(chat_template=template + "</think>")) is GPT_OSS
     assert format_of(template) is CALLS
 
 
 def test_reasoning_before_calls_has_the_templates_name() -> None:
     call = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [{}]}
-    answer = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
-    messages = [dict(call), dict(answer)]
+    others = [
+        {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."},
+        call | {"content": "I look."},
+        call | {"thinking": "So."},
+    ]
+    messages = [dict(message) for message in (call, *others)]
     name_thinking(messages)
-    assert messages == [call | {"thinking": "Hm."}, answer]
+    assert messages == [call | {"thinking": "Hm."}, *others]

@@ -660,6 +660,8 @@ def test_gpt_oss_channels_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return make_params(*args, reasoning_end=None, **fields)
 
     monkeypatch.setattr(chat, "make_params", from_the_start)
+    seen: list[Any] = []
+    monkeypatch.setattr(chat.channels, "name_thinking", seen.append)
     served = Served(make_llm(path))
     try:
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
@@ -677,6 +679,7 @@ def test_gpt_oss_channels_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (call,) = called.tool_calls
     assert (call.function.name, call.function.arguments) == ("get", '{"x": 12}')
     assert called.content is None and ends == ["<|channel|>final<|message|>"] * 2
+    assert len(seen) == 2
 
 
 def test_async_client(served: Served, reference: LLM) -> None:

@@ -65,34 +65,45 @@ class ChannelSplitter:
                 parts += self._body(is_last)
             if before == (len(self._held), self._in_header):
                 break
-        return [part for part in parts if part.text]
+        return parts
 
     def _header(self, is_last: bool) -> list[Part]:
         """Reads what stands before a message."""
-        text, end = self._held.lstrip(), self._held.find(MESSAGE)
+        text = self._held.lstrip()
+        end = text.find(MESSAGE)
+        length = end if end >= 0 else len(text) - held_length(text, (MESSAGE,))
         is_header = any(text.startswith(s) or s.startswith(text) for s in (START, CHANNEL, "to="))
-        if not is_header or max(end, len(text) if end < 0 else 0) > _MAX_HEADER:
-            return self._begin(is_reasoning=False)
+        if not is_header or length > _MAX_HEADER:
+            return self._no_header(text)
         if end < 0 and not is_last:
             return []
         if end < 0:  # the output was cut within it
             if not text.startswith((START, CHANNEL)):
-                return self._begin(is_reasoning=False)
+                return self._no_header(text)
             self._held = ""
             return []
-        header, self._held = self._held[:end], self._held[end + len(MESSAGE) :]
+        header, self._held = text[:end], text[end + len(MESSAGE) :]
         recipient, channel = _RECIPIENT.search(header), _NAME.search(header)
         if recipient is not None:
             name = recipient[1].removeprefix("functions.")
             self._begin(is_reasoning=False)
             self._is_call = True
             return [Part(f"{CALL_START}{name}{MESSAGE}", is_reasoning=False)]
-        return self._begin(is_reasoning=channel is not None and channel[1] == "analysis")
+        self._begin(is_reasoning=channel is not None and channel[1] == "analysis")
+        return []
 
-    def _begin(self, *, is_reasoning: bool) -> list[Part]:
+    def _no_header(self, text: str) -> list[Part]:
+        """Makes a part of the answer of text without a header."""
+        self._begin(is_reasoning=False)
+        if not text.startswith(START):
+            return []
+        taken = len(self._held) - len(text) + len(START)  # else it would begin a header again
+        marker, self._held = self._held[:taken], self._held[taken:]
+        return self._text(marker)
+
+    def _begin(self, *, is_reasoning: bool) -> None:
         self._in_header, self._begins = False, True
         self._is_reasoning, self._is_call = is_reasoning, False
-        return []
 
     def _body(self, is_last: bool) -> list[Part]:
         """Takes the text of a message, up to its end or the next one's header."""
@@ -116,7 +127,9 @@ class ChannelSplitter:
         if not text:
             return []
         kind = self._is_reasoning
-        line = "\n" if self._begins and self._has[kind] and not self._is_call else ""
+        if self._is_call:
+            return [Part(text, is_reasoning=False)]
+        line = "\n" if self._begins and self._has[kind] else ""
         self._begins, self._has[kind] = False, True
         return [Part(line + text, is_reasoning=kind)]
 
