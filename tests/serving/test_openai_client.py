@@ -673,13 +673,18 @@ def test_gpt_oss_channels_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             ).choices[0].message
             for form in forms
         )  # fmt: skip
+        forced = ask(client, tools=TOOLS, tool_choice="required", max_tokens=150, extra_body={})
     finally:
         served.close()
+    (call,) = forced.choices[0].message.tool_calls
+    jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
+    assert call.function.name in ("get", "put") and forced.choices[0].message.content is None
+    assert ends.pop() is None  # a grammar's text is the whole answer
     assert (said.reasoning_content, said.content, said.tool_calls) == ("hm", "ab 12", None)
     (call,) = called.tool_calls
     assert (call.function.name, call.function.arguments) == ("get", '{"x": 12}')
     assert called.content is None and ends == ["<|channel|>final<|message|>"] * 2
-    assert len(seen) == 2
+    assert len(seen) == 3
 
 
 def test_async_client(served: Served, reference: LLM) -> None:

@@ -146,6 +146,8 @@ class ChatEndpoint(Endpoint):
         max_tokens, tag = _max_tokens(request), None
         if form is not None and request.forces_calls:
             tag = tag_of_calls(form, self.template, request)
+            if self.reasoning is GPT_OSS:  # the call is the first message
+                reasoning_end = None
         return make_params(
             request,
             self.config,
