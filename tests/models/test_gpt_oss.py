@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from loading import ON_CPU
-from matrix import config_of, covering, cpu_engine, make_drafters
+from matrix import MODES, MTP, config_of, covering, cpu_engine, make_drafters
 from oracle import VOCAB, Oracle, logit_error, prompt_tensors
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks
@@ -169,13 +169,14 @@ def test_biases_of_experts_have_the_models_dtype(tmp_path: Path) -> None:
 def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("gpt_oss")
     path = gpt_oss_dir(folder, seed=1)
-    return path, Oracle(path), make_drafters(folder)
+    oracle = Oracle(path)
+    return path, oracle, make_drafters(folder, oracle)
 
 
 @pytest.mark.slow
 @covering(
-    mode=["none", "ngram", "eagle3", "dflash", "draft_target"], chunk=[None, 24],
-    overlap=[False, True], pool=[None, 112],
+    mode=[mode for mode in MODES if mode not in MTP], chunk=[None, 24],
+    overlap=[False, True], pool=[None, 88],
 )  # fmt: skip
 def test_greedy_equals_transformers(
     target: Any, mode: str, chunk: int | None, overlap: bool, pool: int | None

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .markers import first_marker, held_length
-from .reasoning import Part
+from .reasoning import Part, Splitter
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = "<|end|>", "<|return|>", "<|call|>"
@@ -32,7 +32,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-class ChannelSplitter:
+class ChannelSplitter(Splitter):
     """Splits one answer. Calls stay in its text, in one form: `CALL_START` NAME `MESSAGE` {…}
     `CALL_END`.
 
@@ -40,20 +40,11 @@ class ChannelSplitter:
     """
 
     def __init__(self) -> None:
-        self._held = ""
+        super().__init__()
         self._in_header = True
         self._is_reasoning = self._is_call = False
         self._has = {True: False, False: False}  # is_reasoning -> a message of it has text
         self._begins = False  # the message at hand has no text yet
-
-    def feed(self, text: str) -> list[Part]:
-        """Returns what is sure now of the text so far."""
-        self._held += text
-        return self._take(is_last=False)
-
-    def finish(self) -> list[Part]:
-        """Returns the rest, when the output is complete."""
-        return self._take(is_last=True)
 
     def _take(self, *, is_last: bool) -> list[Part]:
         parts: list[Part] = []

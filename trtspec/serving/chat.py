@@ -29,12 +29,10 @@ from .endpoint import Answer, Endpoint
 from .errors import of_library, refused
 from .forced_calls import tag_of_calls
 from .protocol import ChatRequest, Message, NamedTool, Tool
-from .reasoning import GPT_OSS, ReasoningMarkers, ReasoningSplitter, split_for, starts_inside
+from .reasoning import GPT_OSS, ReasoningSplitter, Splitter, split_for, starts_inside
 from .sampling import make_params
 from .tool_calls import Content, Event, ToolCallDelta, ToolCallParser
 from .tool_formats import Format, format_of
-
-Splitter = ReasoningSplitter | channels.ChannelSplitter
 
 
 def conversation_of(messages: list[Message]) -> list[dict[str, Any]]:
@@ -79,6 +77,7 @@ class ChatEndpoint(Endpoint):
             template = template.get("tool_use", template.get("default", ""))
         self.template = template if isinstance(template, str) else ""
         self.reasoning = split_for(self.tokenizer) if template else None
+        self.has_channels = self.reasoning is GPT_OSS
 
     async def open(self, request: ChatRequest, arrived: float) -> ChatAnswer:
         """Queues a request. Raises ApiError if it is refused.
@@ -93,10 +92,10 @@ class ChatEndpoint(Endpoint):
             )
         form, tools = self._format(request), tools_of(request.tools)
         tokens = await self._tokenize(request, tools)
-        markers, has_channels = self.reasoning, self.reasoning is GPT_OSS
+        markers = self.reasoning
         is_inside = markers is not None and starts_inside(tokens.text or "", markers)
-        ends_reasoning = markers is not None and (is_inside or has_channels)
-        params = self._params(request, form, markers.end if markers and ends_reasoning else None)
+        has_end = is_inside or self.has_channels
+        params = self._params(request, form, markers.end if markers and has_end else None)
 
         async def given() -> TokenizedPrompt:
             return tokens
@@ -107,12 +106,12 @@ class ChatEndpoint(Endpoint):
         stream.is_whole = not request.stream and request.parallel_tool_calls
         stream.keep_counts = not request.parallel_tool_calls
         stream.markers = (*(form.markers if form else ()), *(markers or ()))
-        if has_channels:
+        if self.has_channels:
             stream.markers += channels.MARKERS
         await self.start([stream])
         choices = [
             Choice(
-                None if markers is None else _splitter(markers, is_inside),
+                self._splitter(is_inside),
                 None if form is None else ToolCallParser(form, tools or ()),
                 TokenTexts(self.tokenizer) if request.include_token_sources else None,
                 is_named=isinstance(request.tool_choice, NamedTool),
@@ -122,12 +121,17 @@ class ChatEndpoint(Endpoint):
         ]
         return ChatAnswer(self, request, stream, choices)
 
+    def _splitter(self, is_inside: bool) -> Splitter | None:
+        if self.has_channels:
+            return channels.ChannelSplitter()
+        return None if self.reasoning is None else ReasoningSplitter(self.reasoning, is_inside)
+
     async def _tokenize(
         self, request: ChatRequest, tools: list[dict[str, Any]] | None
     ) -> TokenizedPrompt:
         """Returns the rendered conversation. Raises ApiError, which names the field."""
         messages, variables = conversation_of(request.messages), request.chat_template_kwargs or {}
-        if self.reasoning is GPT_OSS:
+        if self.has_channels:
             channels.name_thinking(messages)
         try:
             check_variables(variables)
@@ -146,7 +150,7 @@ class ChatEndpoint(Endpoint):
         max_tokens, tag = _max_tokens(request), None
         if form is not None and request.forces_calls:
             tag = tag_of_calls(form, self.template, request)
-            if self.reasoning is GPT_OSS:  # the call is the first message
+            if self.has_channels:  # the call is the first message
                 reasoning_end = None
         return make_params(
             request,
@@ -176,12 +180,6 @@ class ChatEndpoint(Endpoint):
                 "tool_choice='none' gives the tools to the template and parses nothing.",
             )
         return found
-
-
-def _splitter(markers: ReasoningMarkers, is_inside: bool) -> Splitter:
-    if markers is GPT_OSS:
-        return channels.ChannelSplitter()
-    return ReasoningSplitter(markers, is_inside)
 
 
 def _max_tokens(request: ChatRequest) -> int | None:

@@ -62,7 +62,26 @@ def starts_inside(prompt: str, markers: ReasoningMarkers) -> bool:
     return prompt.rstrip().endswith(markers.start)
 
 
-class ReasoningSplitter:
+class Splitter:
+    """Splits one answer as its text streams."""
+
+    def __init__(self) -> None:
+        self._held = ""  # not taken yet
+
+    def feed(self, text: str) -> list[Part]:
+        """Returns what is sure now of the text so far."""
+        self._held += text
+        return self._take(is_last=False)
+
+    def finish(self) -> list[Part]:
+        """Returns the rest, when the output is complete."""
+        return self._take(is_last=True)
+
+    def _take(self, *, is_last: bool) -> list[Part]:
+        raise NotImplementedError
+
+
+class ReasoningSplitter(Splitter):
     """Splits one answer, which has one stretch of reasoning at most, at its beginning.
 
     A marker later in the answer is text: the model writes about it. Blank space around the markers
@@ -73,19 +92,10 @@ class ReasoningSplitter:
     """
 
     def __init__(self, markers: ReasoningMarkers, starts_inside: bool):
+        super().__init__()
         self.markers = markers
         self._place = "inside" if starts_inside else "before"  # then "inside", "after", "answer"
-        self._held = ""
         self._has_begun = False  # reasoning has text
-
-    def feed(self, text: str) -> list[Part]:
-        """Returns what is sure now of the text so far."""
-        self._held += text
-        return self._take(is_last=False)
-
-    def finish(self) -> list[Part]:
-        """Returns the rest, when the output is complete."""
-        return self._take(is_last=True)
 
     def _take(self, *, is_last: bool) -> list[Part]:
         parts: list[Part] = []
