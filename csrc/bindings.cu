@@ -155,8 +155,7 @@ trtspec::ExpertParams stacked(const TensorView& ids, const TensorView& weights,
   p.weights = static_cast<const float*>(weights.data_ptr());
   p.rows = static_cast<int>(ids.size(0)), p.choices = static_cast<int>(ids.size(1));
   p.weight = weight.data_ptr(), p.experts = static_cast<int>(weight.size(0));
-  const bool is_fp4 = scales.has_value() && scales.value().dtype().bits == 8;
-  p.n = static_cast<int>(weight.size(1)), p.k = static_cast<int>(weight.size(2)) * (is_fp4 ? 2 : 1);
+  p.n = static_cast<int>(weight.size(1)), p.k = static_cast<int>(weight.size(2));
   check(is_dense(ids) && is_dense(weights) && is_dense(weight), "choices and weights in one piece");
   check(weights.size(0) == p.rows && weights.size(1) == p.choices, "a weight for each choice");
   check(ids.dtype().bits == 64 && weights.dtype().bits == 32, "ids in int64, their weights in float32");
@@ -168,13 +167,12 @@ trtspec::ExpertParams stacked(const TensorView& ids, const TensorView& weights,
   check(scales.has_value() == (weight.dtype().bits == 8), "codes have scales, no other weights");
   if (scales.has_value()) {
     const TensorView& of = scales.value();
-    p.scales = of.data_ptr();
+    p.scales = static_cast<const float*>(of.data_ptr());
     p.group = static_cast<int>(group), p.groups = static_cast<int>(of.size(2));
     check(is_dense(of) && of.size(0) == p.experts && of.size(1) == p.n, "scales of each row");
     check(p.k % 64 == 0, "inputs by 64");
-    check(is_fp4 ? p.groups == (p.k + 127) / 128 * 4
-                 : (p.groups == 1 || group % 64 == 0) && (p.k + group - 1) / group == p.groups,
-          "a scale for each group of each row, FP8's groups by 64");
+    check((p.groups == 1 || group % 64 == 0) && (p.k + group - 1) / group == p.groups,
+          "a scale for each group of each row, groups by 64");
   }
   if (bias.has_value()) {
     const TensorView& of = bias.value();
@@ -199,7 +197,7 @@ void experts(TensorView x, TensorView ids, TensorView weights, TensorView gate_u
         "room for what is between");
   check(out.size(0) == up.rows && out.size(1) == last.n, "room for the sums");
   up.x = x.data_ptr(), up.x_stride = x.stride(0), up.out = inner.data_ptr();
-  up.is_gelu = is_gelu, up.limit = static_cast<float>(limit), up.alpha = static_cast<float>(alpha);
+  up.gate = {is_gelu, static_cast<float>(limit), static_cast<float>(alpha)};
   last.x = inner.data_ptr(), last.out = out.data_ptr(), last.out_stride = out.stride(0);
   if (residual.has_value()) {
     const TensorView& of = residual.value();
@@ -212,16 +210,53 @@ void experts(TensorView x, TensorView ids, TensorView weights, TensorView gate_u
   }
   if (up.scales != nullptr) {
     check(x.dtype().code == kDLBfloat && last.scales != nullptr, "codes are for bfloat16");
-    const int bits = gate_up_scales.value().dtype().bits;
-    check(bits == down_scales.value().dtype().bits, "both products' weights of one kind");
-    check(bits == 8 ? trtspec::launch_experts<trtspec::bf16, 4>(up, last, stream_of(x))
-                    : trtspec::launch_experts<trtspec::bf16, 8>(up, last, stream_of(x)));
+    check(trtspec::launch_experts<trtspec::bf16, 8>(up, last, stream_of(x)));
     return;
   }
   check(x.dtype() == gate_up.dtype() && x.dtype() == down.dtype(), "experts of the rows' type");
   by_half_type(x, [&](auto type) {
     return trtspec::launch_experts<decltype(type), 16>(up, last, stream_of(x));
   });
+}
+
+// x [n, k]; rows [pairs] of it, or none: pair i has row i. limit: infinity for none. alpha: 0 for none.
+void expert_tiles(TensorView x, Optional<TensorView> rows, TensorView ends, TensorView weight,
+                  TensorView scales, Optional<TensorView> bias, bool is_gated, bool is_gelu,
+                  double limit, double alpha, TensorView out) {
+  trtspec::TiledExpertParams p = {};
+  p.x = x.data_ptr(), p.x_stride = x.stride(0);
+  p.ends = static_cast<const int*>(ends.data_ptr());
+  p.weight = weight.data_ptr(), p.scales = scales.data_ptr(), p.out = out.data_ptr();
+  p.experts = static_cast<int>(weight.size(0)), p.n = static_cast<int>(weight.size(1)) * 8;
+  p.k = static_cast<int>(weight.size(2)) * 64;
+  p.gate = {is_gelu, static_cast<float>(limit), static_cast<float>(alpha)};
+  const int64_t pairs = out.size(0);
+  check(is_dense(ends) && ends.size(0) == p.experts && ends.dtype().bits == 32,
+        "an end of each expert, int32");
+  check(p.experts <= trtspec::kTiledExperts, "at most 1,024 experts");
+  check(is_dense(weight) && weight.size(3) == 8 && weight.size(4) == 32, "codes by 8 rows, 64 columns");
+  check(is_dense(scales) && scales.size(0) == p.experts && scales.size(1) == weight.size(1) &&
+            scales.size(2) == trtspec::fp4_steps(p.k) && scales.size(3) == 8 && scales.size(4) == 4,
+        "scales by 8 rows, 128 columns");
+  check(p.n % trtspec::kItemRows == 0 && trtspec::fp4_steps(p.k) >= trtspec::kTeamWarps,
+        "outputs by 32, more than 384 inputs");
+  check(x.size(1) == p.k && x.stride(1) == 1 && x.stride(0) % 8 == 0, "rows of the inputs' size");
+  check(is_aligned(x.data_ptr()) && is_aligned(weight.data_ptr()), "aligned to 16 bytes");
+  check(x.dtype().code == kDLBfloat && out.dtype().code == kDLBfloat, "rows in bfloat16");
+  check(is_dense(out) && out.size(1) == (is_gated ? p.n / 2 : p.n), "room for the outputs");
+  check(rows.has_value() || x.size(0) == pairs, "a row of each pair");
+  if (rows.has_value()) {
+    const TensorView& of = rows.value();
+    p.rows = static_cast<const int64_t*>(of.data_ptr());
+    check(is_dense(of) && of.size(0) == pairs && of.dtype().bits == 64, "a row of each pair, int64");
+  }
+  if (bias.has_value()) {
+    const TensorView& of = bias.value();
+    p.bias = of.data_ptr();
+    check(is_dense(of) && of.size(0) == p.experts && of.size(1) == p.n, "a bias for each output");
+    check(of.dtype().code == kDLBfloat, "biases in bfloat16");
+  }
+  check(trtspec::launch_expert_tiles(is_gated, p, stream_of(x)));
 }
 
 // Calls `run` with a value of the logits' element type.
@@ -484,6 +519,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, linear);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_gated, linear_gated);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_rope, linear_rope);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(experts, experts);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(expert_tiles, expert_tiles);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce, all_reduce);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_gather, all_gather);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_greedy, accept_greedy);

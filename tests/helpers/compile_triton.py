@@ -142,7 +142,7 @@ def _layers() -> dict[str, Any]:
     from trtspec.ops.experts import triton as experts
     from trtspec.ops.experts import triton_fp4 as fp4_experts
     from trtspec.ops.experts import triton_fp8 as fp8_experts
-    from trtspec.ops.experts.fp4 import Fp4Weight
+    from trtspec.ops.experts.fp4 import empty as empty_fp4
     from trtspec.ops.layer import triton_activation, triton_embedding, triton_norm, triton_rope
     from trtspec.ops.layer import triton_fp8 as fp8
     from trtspec.ops.layer import triton_fp8_rows as fp8_rows
@@ -162,9 +162,7 @@ def _layers() -> dict[str, Any]:
         return Fp8Weight(torch.zeros(shape).to(FP8), scales, group)
 
     by = Rescaling(torch.zeros(8), torch.zeros(256), half(256))
-    fp4_weight = Fp4Weight(
-        torch.zeros(8, 64, 96, dtype=torch.uint8), torch.zeros(8, 64, 8, dtype=torch.uint8)
-    )
+    fp4_weight = empty_fp4(torch.Size((8, 64, 192)), torch.device("cpu"))
     for module in (fp8, fp8_experts, fp4_experts):  # as on the GPU that these tensors are not on
         vars(module)["is_quick"] = lambda codes, dtype: dtype == torch.bfloat16
     q, slots, norm = half(8, 4, 64), half(640, 2, 64), RMSNorm(64, 1e-6, 1.0).bfloat16()

@@ -181,9 +181,20 @@ def test_combine(dtype: torch.dtype, rows: int, top_k: int, size: int) -> None:
     y = torch.randn(rows * top_k, size, generator=generator).to(dtype)
     places = torch.randperm(rows * top_k, generator=generator)
     weights = torch.rand(rows, top_k, generator=generator)
-    ours = triton_moe.combine(y.to(DEVICE), places.to(DEVICE), weights.to(DEVICE)).cpu()
-    bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(ours, moe.combine(y, places, weights), atol=bound, rtol=bound)
+    args = y.to(DEVICE), places.to(DEVICE), weights.to(DEVICE)
+    ours, bound = triton_moe.combine(*args).cpu(), 2e-2 if dtype == torch.bfloat16 else 1e-5
+    expected = (y[places].unflatten(0, weights.shape).double() * weights[..., None]).sum(1)
+    for out in (ours, moe.combine(y, places, weights)):
+        torch.testing.assert_close(out.double(), expected, atol=bound, rtol=bound)
+    wide = torch.randn(rows, 2 * size, generator=generator).to(dtype)
+    expected += wide[:, :size].double()
+    for combine, parts in ((triton_moe.combine, args), (moe.combine, (y, places, weights))):
+        into = wide.to(parts[0].device, copy=True)
+        out = combine(*parts, into[:, :size])
+        assert out.data_ptr() == into.data_ptr() and torch.equal(
+            into[:, size:].cpu(), wide[:, size:]
+        )
+        torch.testing.assert_close(out.cpu().double(), expected, atol=2 * bound, rtol=bound)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -224,6 +235,7 @@ FP4_SHAPES = [  # rows, experts, chosen, hidden size, inner size
     (40, 4, 2, 320, 64),
     (90, 4, 2, 64, 192),
     (220, 4, 1, 64, 64),
+    (420, 4, 1, 64, 64),
     (0, 4, 2, 64, 64),
 ]
 
@@ -242,6 +254,7 @@ def test_fp4_experts_equal_a_loop(
     expected = naive_experts(experts, x, ids, weights, "swish")
     x, ids, weights = x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
     monkeypatch.setattr(moe, "grouped_matmul", _poisoned if way == "triton" else _torchs_product)
+    monkeypatch.setattr(moe.tiles, "serve", lambda *args: False)
     total = torch.zeros(expected.shape, dtype=torch.float64)
     for first, here in ((0, count // 2), (count // 2, count - count // 2)):
         own = ids - first

@@ -35,18 +35,18 @@ class Mxfp4Tensor(ScaledTensor):
 
     def fits_fp4(self, cut: Cut | None) -> bool:
         """Whether a cut can be `Fp4Weight`: blocks are whole, and kernels take the scales."""
-        columns = self.numbers.shape[-1]
+        rows, columns = self.numbers.shape[1:]
         edges = (0, columns) if cut is None or cut.dim < 2 else (cut.start, cut.length)
-        whole_blocks = all(edge % fp4.BLOCK == 0 for edge in edges)
+        rows = rows if cut is None or cut.dim != 1 else cut.length
+        whole_blocks = rows % fp4.ROWS == 0 and all(edge % fp4.BLOCK == 0 for edge in edges)
         return whole_blocks and int(self.scale_bytes.read().max()) <= fp4.LARGEST_SCALE
 
-    def read_fp4(self, cut: Cut | None, device: torch.device) -> fp4.Fp4Weight:
-        """Returns what `fits_fp4`, put in order on a device: that is some ten passes over it."""
+    def read_fp4(self, cut: Cut | None) -> tuple[Tensor, Tensor]:
+        """Returns the blocks and scales of what `fits_fp4`."""
         of_groups = cut
         if cut is not None and cut.dim == 2:
             of_groups = Cut(2, *(n // fp4.GROUP for n in cut[1:]))
-        parts = (part.read(of_groups).to(device) for part in (self.blocks, self.scale_bytes))
-        return fp4.from_checkpoint(*parts)
+        return self.blocks.read(of_groups), self.scale_bytes.read(of_groups)
 
 
 def unpacked(sources: dict[str, TensorSource], where: Path) -> dict[str, TensorSource]:

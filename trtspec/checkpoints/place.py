@@ -24,7 +24,8 @@ from ..errors import CheckpointError
 from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..models.placement import Placement
-from ..ops.experts.fp4 import BLOCK, Fp4Weight, padded_groups
+from ..ops.experts import fp4
+from ..ops.experts.fp4 import Fp4Weight
 from ..ops.layer.fp8 import FP8, Fp8Weight, dequantize, has_fp8, quantize
 from ..ops.layer.kv_codes import as_bytes
 from .mxfp4 import Mxfp4Tensor
@@ -110,7 +111,7 @@ def place_tensors(
         if leaf not in into:
             shape = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
             if leaf[0] in of_four_bits and leaf[1] in _STACKS:
-                into[leaf] = _empty_fp4(shape, device)
+                into[leaf] = fp4.empty(shape, device)
             elif leaf in groups:
                 into[leaf] = _empty_fp8(shape, groups[leaf], device)
             else:
@@ -334,24 +335,18 @@ def _of_four_bits(
             "experts out in place of their width (moe_expert_parallel_size).",
             len(are_stored - kept),
             len(are_stored),
-            BLOCK,
+            fp4.BLOCK,
         )
     return kept
 
 
-def _empty_fp4(shape: torch.Size, device: torch.device) -> Fp4Weight:
-    *stack, columns = shape
-    return Fp4Weight(
-        codes=torch.empty((*stack, columns // 2), dtype=torch.uint8, device=device),
-        scales=torch.empty((*stack, padded_groups(columns)), dtype=torch.uint8, device=device),
-    )
-
-
 def _place_fp4(to: Fp4Weight, source: TensorSource, placement: Placement) -> None:
     assert isinstance(source.scaled, Mxfp4Tensor)
-    weight = source.scaled.read_fp4(placement.cut, to.codes.device)
-    for part, tensor in zip(to, weight, strict=True):
-        part.copy_(_arranged(tensor, placement))
+    parts = source.scaled.read_fp4(placement.cut)
+    # Put in order on the device: that is some ten passes over a stack.
+    blocks, scales = (_arranged(part, placement).to(to.codes.device) for part in parts)
+    for part, tensor in zip(to, fp4.from_checkpoint(blocks, scales), strict=True):
+        part.copy_(tensor)
 
 
 def _hold(model: nn.Module, into: Mapping[_Leaf, _Into]) -> None:

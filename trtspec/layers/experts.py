@@ -23,8 +23,6 @@ MAX_RESTING_BYTES = 104 << 10
 they keep in shared memory."""
 MAX_FP8_ROWS, MAX_FP8_VALUES = 4, 2_000_000
 """Of FP8 weights: up to this many rows and values of a down_proj they are faster than Triton's."""
-MAX_FP4_ROWS = 6
-"""The same of MXFP4. With gpt-oss-20b's sizes 6 rows take 146 µs where Triton's take 158."""
 
 
 class Experts(nn.Module):
@@ -149,10 +147,9 @@ class Experts(nn.Module):
         kernels = None if wants_gradient else self._kernels(x, ids)
         if kernels is not None:
             return self._by_kernels(kernels, x, ids, weights, residual)
-        routed = self._routed(x, ids, weights)
-        if residual is None:
-            return routed
-        return residual + routed if torch.is_grad_enabled() else residual.add_(routed)
+        if residual is None or not torch.is_grad_enabled():
+            return self._routed(x, ids, weights, residual)
+        return residual + self._routed(x, ids, weights, None)
 
     def _kernels(self, x: Tensor, ids: Tensor) -> Any:
         """Returns the module with the kernels for few rows if they serve these, else None."""
@@ -162,7 +159,7 @@ class Experts(nn.Module):
         is_few = 0 < rows <= MAX_ROWS and rows * (2 * size + 64) <= MAX_RESTING_BYTES
         is_small = ids.shape[1] <= MAX_CHOICES and self.num_experts <= MAX_EXPERTS
         is_readable = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-        serves = self._serves_floats if self.gate_up_scales is None else self._serves_codes
+        serves = self._serves_floats if self.gate_up_scales is None else self._serves_fp8
         bias = self.gate_up_proj_bias
         is_same = bias is None or bias.dtype == x.dtype
         if not (is_few and is_small and is_readable and is_same and serves(x)):
@@ -175,12 +172,10 @@ class Experts(nn.Module):
         is_half = x.dtype in (torch.bfloat16, torch.float16)
         return is_half and x.dtype == self.gate_up_proj.dtype and has_steps
 
-    def _serves_codes(self, x: Tensor) -> bool:
+    def _serves_fp8(self, x: Tensor) -> bool:
         has_steps = self.size % 64 == 0 and self.inner % 64 == 0
-        if not (x.dtype == torch.bfloat16 and has_steps):
+        if self.fp8 is None or not (x.dtype == torch.bfloat16 and has_steps):
             return False
-        if self.fp4 is not None:
-            return x.shape[0] <= MAX_FP4_ROWS
         of_groups = (self.gate_up_group, self.size), (self.down_group, self.inner)
         has_groups = all(group % 64 == 0 or group >= columns for group, columns in of_groups)
         is_faster = x.shape[0] <= MAX_FP8_ROWS and self.size * self.inner <= MAX_FP8_VALUES
@@ -214,18 +209,19 @@ class Experts(nn.Module):
         )
         return out
 
-    def _routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """`forward` without a residual, by Triton or torch."""
+    def _routed(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
+        """`forward` by products over each expert's rows; a residual takes the sum."""
         if self.num_experts < self.total:
             ids = ids - self.first
             ids = torch.where((ids < 0) | (ids >= self.num_experts), self.num_experts, ids)
         if not x.is_cuda:
-            return self._expert_by_expert(x, ids, weights)
+            out = self._expert_by_expert(x, ids, weights)
+            return out if residual is None else residual.add_(out)
         assert self.gate_up_proj is not None and self.down_proj is not None
         gate_up, down = self.fp8 or self.fp4 or (self.gate_up_proj, self.down_proj)
         of_rows = x, ids, weights
         between, biases = self.gate_and_mul, self.biases
-        return grouped_experts(*of_rows, gate_up, down, between, self.total, biases)
+        return grouped_experts(*of_rows, gate_up, down, between, self.total, biases, residual)
 
     def _expert_by_expert(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Runs the experts that were chosen, each over its rows.

@@ -3,14 +3,15 @@
 //
 // Each expert that a row chose is read once, for all rows that chose it: they are columns of the
 // tensor cores' instruction, as in `skinny_linear.cuh`, and rows that did not are zeros. Weights come as
-// in `stream_linear.cuh`. FP8 codes (e4m3) are widened to bf16, and their scales come with them. So are
-// MXFP4 codes (e2m1), whose scales of 32 columns, powers of two, go into the widened weights.
+// in `stream_linear.cuh`. FP8 codes (e4m3) are widened to bf16, and their scales come with them. (Of
+// MXFP4 experts both products are in `expert_tiles.cuh`.)
 //
 // A row's result does not depend on the rows beside it, if weights are finite: its experts are added up in
 // the order of their numbers, and the order of each sum is fixed by its length.
 #pragma once
 
 #include "fp8_linear.cuh"
+#include "gate.cuh"
 #include "stream_linear.cuh"
 
 namespace trtspec {
@@ -25,18 +26,16 @@ struct ExpertParams {
                          // what a row chose before
   const float* weights;  // [rows, choices] in one piece
   int rows, choices, experts;
-  const void* weight;  // [experts, n, k]; of MXFP4 codes [experts, n, k / 2] bytes
-  const void* scales;  // [experts, n, groups]: of FP8 codes float, of MXFP4 codes e8m0 in bytes
-  int group, groups;   // columns that share a scale; scales of a row, of MXFP4 by 4
-  int n, k;            // n by 16; k by 32, of codes by 64 (of MXFP4 the last step may be half a one)
-  const void* bias;    // [experts, n], null: none
+  const void* weight;   // [experts, n, k]
+  const float* scales;  // [experts, n, groups] of FP8 codes
+  int group, groups;    // columns that share a scale; scales of a row
+  int n, k;             // n by 16; k by 32, of FP8 codes by 64
+  const void* bias;     // [experts, n], null: none
   void* out;  // gate and up: [rows, choices, n / 2], times the choice's weight; down: [rows, n]
   int64_t out_stride;    // down
   const void* residual;  // down: [rows, n] that is added, null: none
   int64_t residual_stride;
-  bool is_gelu;  // gelu, approximated by tanh, in place of silu
-  float limit;   // activated gates are at most this, and up within ± this
-  float alpha;   // above 0: gates g, at most the limit, are g * sigmoid(alpha * g), and 1 is added to up
+  Gate gate;
 };
 
 // The experts that were chosen, in the order of their numbers.
@@ -96,65 +95,14 @@ __device__ inline void copy_4(void* target, const void* source) {
                : "memory");
 }
 
-// Activated gate times up, both limited. (fminf would drop NaN.)
-__device__ inline float gated(const ExpertParams& p, float gate, float up) {
-  const float limited = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
-  if (p.alpha > 0.0f) {
-    const float low = gate > p.limit ? p.limit : gate;
-    return low / (1.0f + __expf(-p.alpha * low)) * (limited + 1.0f);
-  }
-  const float activated = activate(gate, p.is_gelu);
-  return (activated > p.limit ? p.limit : activated) * limited;
-}
-
-// 8 codes of one weight row, of a block of 64 columns: byte j of the block's 32 has column j in its low bits
-// and column 32 + j in its high ones. A bf16 with e2m1's exponent and mantissa is 2^126 times too small, and
-// `power` is 2^126 times the columns' scale, twice. Returns columns 0 and 2, then 1 and 3, of four bytes.
-template <bool kHigh>
-__device__ inline uint2 widen_fp4(uint32_t codes, uint32_t power) {
-  constexpr uint32_t kMagnitude = 0x01c001c0u, kSign = 0x80008000u;
-  uint2 pairs;
-  if constexpr (kHigh) {
-    pairs.x = (codes << 2 & kMagnitude) | (codes << 8 & kSign);
-    pairs.y = (codes >> 6 & kMagnitude) | (codes & kSign);
-  } else {
-    pairs.x = (codes << 6 & kMagnitude) | (codes << 12 & kSign);
-    pairs.y = (codes >> 2 & kMagnitude) | (codes << 4 & kSign);
-  }
-  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pairs.x) : "r"(power));
-  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pairs.y) : "r"(power));
-  return pairs;
-}
-
-// 2^126 times the power of two of one of four e8m0 codes, twice. (No code is of 2^2 and more.)
-__device__ inline uint32_t power_of(uint32_t codes, int index) {
-  return __byte_perm(codes, 0, 0x4040 + index * 0x0101) * 0x80u + 0x3f003f00u;
-}
-
-// 16 codes of two weight rows, in a half of their bytes, times the same 16 values of x.
-template <bool kHigh>
-__device__ inline void multiply_fp4(float (&acc)[4], const uint4& lo, const uint4& hi,
-                                    uint32_t lo_power, uint32_t hi_power, const uint4 (&v)[2]) {
-  const uint32_t rows[4][2] = {{lo.x, hi.x}, {lo.y, hi.y}, {lo.z, hi.z}, {lo.w, hi.w}};
-  const uint32_t columns[4][2] = {
-      {v[0].x, v[0].y}, {v[0].z, v[0].w}, {v[1].x, v[1].y}, {v[1].z, v[1].w}};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint2 a = widen_fp4<kHigh>(rows[i][0], lo_power), b = widen_fp4<kHigh>(rows[i][1], hi_power);
-    const uint32_t x02 = __byte_perm(columns[i][0], columns[i][1], 0x5410);
-    const uint32_t x13 = __byte_perm(columns[i][0], columns[i][1], 0x7632);
-    multiply_add(acc, a.x, b.x, a.y, b.y, x02, x13, bf16());
-  }
-}
-
-// Weights have 16, 8 or 4 bits.
+// Weights have 16 or 8 bits.
 template <int kBits>
 constexpr int kExpertStep = 512 / kBits;  // values of k that four lanes of a weight row read at once
 
-// Bytes of a thread's places in the ring, of a stage: two pieces of weights, of codes two scales, and for
+// Bytes of a thread's places in the ring, of a stage: two pieces of weights, of FP8 two scales, and for
 // down the same columns of x.
 template <int kBits, bool kDown>
-constexpr int kExpertStageBytes = 32 + (kBits < 16 ? 8 : 0) + (kDown ? 256 / kBits : 0);
+constexpr int kExpertStageBytes = 32 + (kBits == 8 ? 8 : 0) + (kDown ? 256 / kBits : 0);
 
 // Bytes between rows of gate and up's x, which rest in shared memory.
 template <int kBits>
@@ -182,20 +130,13 @@ __global__ void __launch_bounds__(kWarps * 32)
   __shared__ float sums[2][kWarps][kTile][kExpertRows + 1];
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int team = threadIdx.x / 32 / kSplit, warp = threadIdx.x / 32 % kSplit;
-  const int steps = (p.k + kStep - 1) / kStep, tiles = p.n / kTile, pitch = expert_pitch<kBits>(p.k);
+  const int steps = p.k / kStep, tiles = p.n / kTile, pitch = expert_pitch<kBits>(p.k);
   const int begin = steps * warp / kSplit, end = steps * (warp + 1) / kSplit;
   uint4* const mine = reinterpret_cast<uint4*>(shared) + threadIdx.x;
   auto place = [&](int stage, int part) { return mine + (stage * kParts + part) * kThreads; };
-  uint2* const my_scales =
-      reinterpret_cast<uint2*>(shared + kDepth * kParts * kThreads * 16) + threadIdx.x;
+  float2* const my_scales =
+      reinterpret_cast<float2*>(shared + kDepth * kParts * kThreads * 16) + threadIdx.x;
   char* const resting = shared + kDepth * kThreads * kExpertStageBytes<kBits, kDown>;
-  // Where this lane's piece of x is in a step's columns. Of MXFP4 codes two pieces are of the bytes' low
-  // bits, and two of their high ones.
-  auto column_of = [&](int piece) {
-    return kBits == 4 ? t / 2 * 64 + piece / 2 * 32 + t % 2 * 16 + piece % 2 * 8
-                      : (t * kPieces + piece) * 8;
-  };
-  auto is_inside = [&](int step) { return kBits > 4 || step * kStep + t / 2 * 64 < p.k; };
 
   clear(p, chosen);
   if constexpr (!kDown) {
@@ -225,7 +166,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   // What is fetched next. A warp without steps fetches nothing.
   int next = begin == end ? turns : first, next_step = begin;
   const char *w_lo = nullptr, *w_hi = nullptr;
-  const char *s_lo = nullptr, *s_hi = nullptr;  // 4 bytes of scales: a float, or four of MXFP4
+  const float *s_lo = nullptr, *s_hi = nullptr;
   auto enter = [&] {
     if (next >= turns) return;
     int n_lo, n_hi;
@@ -234,24 +175,16 @@ __global__ void __launch_bounds__(kWarps * 32)
     const int64_t bytes = static_cast<int64_t>(p.k) * kBits / 8;
     const char* const weight = static_cast<const char*>(p.weight) + t * 16;
     w_lo = weight + (row + n_lo) * bytes, w_hi = weight + (row + n_hi) * bytes;
-    if constexpr (kBits < 16) {
-      const char* const scales = static_cast<const char*>(p.scales);
-      const int scale_bytes = p.groups * (kBits == 8 ? 4 : 1);
-      s_lo = scales + (row + n_lo) * scale_bytes, s_hi = scales + (row + n_hi) * scale_bytes;
+    if constexpr (kBits == 8) {
+      s_lo = p.scales + (row + n_lo) * p.groups, s_hi = p.scales + (row + n_hi) * p.groups;
     }
   };
   auto fetch_weights = [&](int stage) {
     if (next >= turns) return;
-    if constexpr (kBits == 4) {
-      const bool inside = is_inside(next_step);
-      copy_16_if(place(stage, 0), w_lo + next_step * 64, inside);
-      copy_16_if(place(stage, 1), w_hi + next_step * 64, inside);
-    } else {
-      copy_16(place(stage, 0), w_lo + next_step * 64);
-      copy_16(place(stage, 1), w_hi + next_step * 64);
-    }
-    if constexpr (kBits < 16) {
-      const int of = (kBits == 4 ? next_step : next_step * kStep / p.group) * 4;
+    copy_16(place(stage, 0), w_lo + next_step * 64);
+    copy_16(place(stage, 1), w_hi + next_step * 64);
+    if constexpr (kBits == 8) {
+      const int of = next_step * kStep / p.group;
       copy_4(&my_scales[stage * kThreads].x, s_lo + of);
       copy_4(&my_scales[stage * kThreads].y, s_hi + of);
     }
@@ -264,12 +197,12 @@ __global__ void __launch_bounds__(kWarps * 32)
   auto fetch_x = [&](int stage) {
     if (!kDown || x_next >= turns) return;
     const int choice = chosen.choices[rank_of(x_next)][g];
-    if (choice > 0 && is_inside(x_step)) {
+    if (choice > 0) {
       const T* const from = static_cast<const T*>(p.x) +
                             static_cast<int64_t>(g * p.choices + choice - 1) * p.k +
-                            x_step * kStep;
+                            x_step * kStep + t * 8 * kPieces;
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) copy_16(place(stage, 2 + i), from + column_of(i));
+      for (int i = 0; i < kPieces; ++i) copy_16(place(stage, 2 + i), from + i * 8);
     }
     if (++x_step == end) x_step = begin, x_next += stride;
   };
@@ -320,25 +253,19 @@ __global__ void __launch_bounds__(kWarps * 32)
     copies_wait<kDepth - 1>();
     const uint4 a = *place(stage, 0), b = *place(stage, 1);
     uint4 v[kPieces] = {};
-    if (is_row && is_inside(step)) {
+    if (is_row) {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
-        const char* const at = resting + g * pitch + (step * kStep + column_of(i)) * 2;
+        const char* const at = resting + g * pitch + (step * 4 + t) * 16 * kPieces + i * 16;
         v[i] = kDown ? *place(stage, 2 + i) : *reinterpret_cast<const uint4*>(at);
       }
     }
     if constexpr (kBits == 8) {
-      const uint2 scales = my_scales[stage * kThreads];
-      const float lo = __uint_as_float(scales.x), hi = __uint_as_float(scales.y);
+      const float2 scale = my_scales[stage * kThreads];
       float part[4] = {};
       multiply_widened(part, a, b, v);
-      acc[0] = fmaf(lo, part[0], acc[0]), acc[1] = fmaf(lo, part[1], acc[1]);
-      acc[2] = fmaf(hi, part[2], acc[2]), acc[3] = fmaf(hi, part[3], acc[3]);
-    } else if constexpr (kBits == 4) {
-      const uint2 scales = my_scales[stage * kThreads];
-      const int low = t / 2 * 2, high = low + 1;  // of a row's four scales
-      multiply_fp4<false>(acc, a, b, power_of(scales.x, low), power_of(scales.y, low), {v[0], v[1]});
-      multiply_fp4<true>(acc, a, b, power_of(scales.x, high), power_of(scales.y, high), {v[2], v[3]});
+      acc[0] = fmaf(scale.x, part[0], acc[0]), acc[1] = fmaf(scale.x, part[1], acc[1]);
+      acc[2] = fmaf(scale.y, part[2], acc[2]), acc[3] = fmaf(scale.y, part[3], acc[3]);
     } else {
       multiply_add(acc, a.x, b.x, a.y, b.y, v[0].x, v[0].y, T());
       multiply_add(acc, a.z, b.z, a.w, b.w, v[0].z, v[0].w, T());
@@ -379,7 +306,7 @@ __global__ void __launch_bounds__(kWarps * 32)
           lo += to_float(of[n_lo]), hi += to_float(of[n_hi]);
         }
         const int64_t pair = m * p.choices + choice - 1;
-        out[pair * (p.n / 2) + n_lo] = from_float<T>(chosen.weights[rank][m] * gated(p, lo, hi));
+        out[pair * (p.n / 2) + n_lo] = from_float<T>(chosen.weights[rank][m] * gated(p.gate, lo, hi));
       }
     }
     parity ^= 1;

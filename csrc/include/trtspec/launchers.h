@@ -7,6 +7,7 @@
 #include "attend_keys.cuh"
 #include "choose.cuh"
 #include "expert_linear.cuh"
+#include "expert_tiles.cuh"
 #include "markov_walk.cuh"
 #include "prompt_attention.cuh"
 #include "skinny_linear.cuh"
@@ -27,9 +28,12 @@ template <bool kGroups>
 cudaError_t launch_fp8_linear(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
 
 // Rows 1 … kExpertRows, up to kMaxChoices experts of kMaxExperts each. Weights of 16 bits, or with bf16
-// of 8 (FP8) or 4 (MXFP4).
+// of 8 (FP8).
 template <typename T, int kBits>
 cudaError_t launch_experts(const ExpertParams& up, const ExpertParams& down, cudaStream_t stream);
+
+// MXFP4 weights, any number of rows; sets tile_rows itself.
+cudaError_t launch_expert_tiles(bool is_gated, TiledExpertParams params, cudaStream_t stream);
 
 // num_rows: of the logits.
 template <typename T>

@@ -16,30 +16,46 @@ takes zero: such weights are smaller than 1e-37.)"""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the low three bits; the fourth is a sign
 
 
-class Fp4Weight(NamedTuple):
-    """A stack of weights [E, out, in], where 64 divides `in`.
+ROWS = 8  # rows whose codes lie together
 
-    Of every 64 columns there are 32 bytes, and byte j has column j in its low bits and column
-    32 + j in its high ones: each half is of one group, and its columns are in order.
+
+class Fp4Weight(NamedTuple):
+    """A stack of weights [E, out, in], where 8 divides `out` and 64 `in`.
+
+    The codes are in the order that kernels read: of 8 rows what they have in 64 columns lies
+    together. In every second of these blocks rows are in the order 2, 3, 0, 1, 6, 7, 4, 5, so
+    that shared memory's banks do not collide. The 64 codes of a row are 8 words, in whose bits
+    codes lie where few operations make bf16 of them (csrc/include/trtspec/fp4.cuh). Word i has
+    four pairs of neighbours, which columns 4 i, 4 i + 2, 32 + 4 i and 34 + 4 i begin. Each half of
+    a word has one of each pair.
     """
 
-    codes: Tensor  # [E, out, in / 2] uint8
-    scales: Tensor  # [E, out, groups] uint8, groups filled up to a multiple of 4
+    codes: Tensor  # [E, out / 8, in / 64, 8, 32] uint8
+    scales: Tensor  # [E, out / 8, ceil(in / 128), 8, 4] uint8
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(E, out, in)."""
-        count, out, half = self.codes.shape
-        return count, out, 2 * half
+        count, rows, blocks = self.codes.shape[:3]
+        return count, rows * ROWS, blocks * BLOCK
 
     def one(self, expert: int) -> Fp4Weight:
         """Returns one weight of the stack, as a stack."""
         return Fp4Weight(self.codes[expert : expert + 1], self.scales[expert : expert + 1])
 
 
-def padded_groups(columns: int) -> int:
-    """Returns how many scales a row has room for."""
-    return -(-columns // (4 * GROUP)) * 4
+def empty(shape: torch.Size, device: torch.device) -> Fp4Weight:
+    """Returns room for weights [E, out, in]."""
+    count, out, columns = shape
+    of_eight = count, out // ROWS
+    return Fp4Weight(
+        torch.empty(
+            (*of_eight, columns // BLOCK, ROWS, BLOCK // 2), dtype=torch.uint8, device=device
+        ),
+        torch.empty(
+            (*of_eight, -(-columns // (2 * BLOCK)), ROWS, 4), dtype=torch.uint8, device=device
+        ),
+    )
 
 
 def from_checkpoint(blocks: Tensor, scales: Tensor) -> Fp4Weight:
@@ -48,18 +64,55 @@ def from_checkpoint(blocks: Tensor, scales: Tensor) -> Fp4Weight:
     Args:
         blocks: [E, out, in / 32, 16] uint8, two neighbours a byte. scales: [E, out, in / 32] uint8.
     """
-    *stack, groups, _ = blocks.shape
-    numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [E, out, G, 32]
-    first, second = numbers.unflatten(-2, (groups // 2, 2)).unbind(-2)  # [E, out, in / 64, 32]
-    padding = scales.new_zeros(*stack, padded_groups(groups * GROUP) - groups)
-    return Fp4Weight((first | second << 4).flatten(-2), torch.cat((scales, padding), dim=-1))
+    groups = scales.shape[-1]
+    padding = scales.new_zeros(*scales.shape[:-1], -groups % 4)
+    words = torch.cat((scales, padding), dim=-1).unflatten(-1, (-1, 4))  # [E, out, W, 4]
+    codes = _by_eight(_in_order(blocks))
+    codes[:, :, 1::2] = codes[:, :, 1::2, _ODD_ROWS]
+    return Fp4Weight(codes, _by_eight(words))
+
+
+_ODD_ROWS = [row ^ 2 for row in range(ROWS)]
+
+
+def _by_eight(x: Tensor) -> Tensor:
+    """[E, out, n, m] -> [E, out / 8, n, 8, m] in memory."""
+    return x.unflatten(1, (-1, ROWS)).transpose(2, 3).contiguous()
+
+
+def _in_order(blocks: Tensor) -> Tensor:
+    """[..., in / 32, 16] -> [..., in / 64, 32]."""
+    bytes_ = blocks.int().unflatten(-1, (8, 2)).unflatten(-3, (-1, 2))  # [..., in / 64, 2, 8, 2]
+    word = torch.zeros((*bytes_.shape[:-3], 8), dtype=torch.int32, device=blocks.device)
+    for pair in range(4):
+        of_pair = bytes_[..., pair // 2, :, pair % 2]  # [..., in / 64, 8]: of each word one byte
+        for half, code in enumerate((of_pair & 15, of_pair >> 4)):
+            sign, size = code >> 3, code & 7
+            if pair < 3:
+                word |= size << (16 * half + 6 + 3 * pair)
+                word |= sign << (16 * half + 15 + 3 * pair) % 32
+            else:
+                word |= (size >> 1 | sign << 3 | (size & 1) << 4) << 16 * half
+    return word.view(torch.uint8)
+
+
+def _out_of_order(codes: Tensor) -> Tensor:
+    """[..., in / 64, 32] -> [..., in / 64, 64], each column's code."""
+    word = codes.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    ring = word | word << 32
+    moved = [ring, ring >> 3, ring >> 6, (word & 0x001B001B) * 0x1084]
+    halves = torch.stack([bits >> 16 * half for bits in moved for half in (0, 1)], dim=-1)
+    numbers = (halves >> 12 & 8 | halves >> 6 & 7).to(torch.uint8)  # [..., in / 64, 8, 8]
+    return numbers.unflatten(-1, (2, 4)).transpose(-3, -2).flatten(-3)
 
 
 def dequantize(weight: Fp4Weight, dtype: torch.dtype) -> Tensor:
     """Returns the weights [E, out, in] in a float dtype."""
     table = torch.tensor([*MAGNITUDES, *(-x for x in MAGNITUDES)], device=weight.codes.device)
-    blocks = weight.codes.unflatten(-1, (-1, BLOCK // 2))
-    halves = torch.stack((blocks & 15, blocks >> 4), dim=-2)  # [E, out, in / 64, 2, 32]
-    groups = halves.flatten(-3, -2)  # [E, out, in / 32, 32]
-    exponents = weight.scales[..., : groups.shape[-2]].int() - 127
+    codes = weight.codes.clone()
+    codes[:, :, 1::2] = codes[:, :, 1::2, _ODD_ROWS]
+    numbers = _out_of_order(codes.transpose(2, 3).flatten(1, 2))  # [E, out, in / 64, 64]
+    groups = numbers.flatten(-2).unflatten(-1, (-1, GROUP))
+    scales = weight.scales.transpose(2, 3).flatten(-2).flatten(1, 2)  # [E, out, groups]
+    exponents = scales[..., : groups.shape[-2]].int() - 127
     return torch.ldexp(table[groups.int()], exponents[..., None]).flatten(-2).to(dtype)

@@ -6,7 +6,6 @@ group, softmax scores and no bias it is the classic one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from ..launch.dispatch import kernels, twin
 from ..launch.machine import INVARIANT_ROWS
-from ..layer.activation import silu_and_mul
+from ..layer.activation import SWIGLU, GateAndMul
 from ..layer.fp8 import Fp8Weight, dequantize
 from ..layer.norm import Norm, rms_norm
-from . import fp4
+from . import fp4, tiles
 from .fp4 import Fp4Weight
 
 MAX_ROUTER_PRODUCTS, MAX_ROUTER_ROWS, UNCOUNTED_ROUTER_ROWS = 11 << 20, 1024, 5
@@ -120,9 +119,10 @@ def grouped_experts(
     weights: Tensor,
     gate_up: Weight,
     down: Weight,
-    gate_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
+    gate_and_mul: GateAndMul = SWIGLU,
     total: int | None = None,
     biases: ExpertBiases | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """As `Experts.forward`, by two grouped products over the rows sorted by expert.
 
@@ -133,6 +133,7 @@ def grouped_experts(
             weight's group, unless it is the whole row.
         total: experts of all ranks. If more than E, an id may be E, that of an expert which is not
             here and adds nothing.
+        residual: as `combine`'s.
     """
     count = (gate_up if isinstance(gate_up, Tensor) else gate_up.codes).shape[0]
     total = total or count
@@ -141,12 +142,20 @@ def grouped_experts(
     ends = ends[:count]
     average = ids.numel() / total
     first, second = biases or (None, None)
-    inner = gate_and_mul(grouped_matmul(x[rows], gate_up, ends, average, first))  # [T*k, I]
-    y = grouped_matmul(inner, down, ends, average, second)
+    if (
+        isinstance(gate_up, Fp4Weight)
+        and isinstance(down, Fp4Weight)
+        and tiles.serve(x, (gate_up, down), average)
+    ):
+        inner = tiles.gated(x, rows, gate_up, ends, gate_and_mul, first)  # [T*k, I]
+        y = tiles.grouped_matmul(inner, down, ends, second)
+    else:
+        inner = gate_and_mul(grouped_matmul(x[rows], gate_up, ends, average, first))
+        y = grouped_matmul(inner, down, ends, average, second)
     if has_others:  # nothing was written to the rows behind the last expert's
         is_here = torch.arange(len(y), device=y.device) < ends[-1]
         y = torch.where(is_here[:, None], y, 0)
-    return combine(y, positions, weights)
+    return combine(y, positions, weights, residual)
 
 
 def grouped_matmul(
@@ -191,7 +200,8 @@ def _with_bias(y: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
 
 def _one_expert_at_a_time(x: Tensor, weight: Fp8Weight | Fp4Weight, ends: Tensor) -> Tensor:
     """As `grouped_matmul`, in float32, with the chosen experts' weights made float for a moment."""
-    out, begin = x.new_zeros(x.shape[0], weight.codes.shape[1]), 0
+    columns = (weight.shape if isinstance(weight, Fp4Weight) else weight.codes.shape)[1]
+    out, begin = x.new_zeros(x.shape[0], columns), 0
     for expert, end in enumerate(ends.tolist()):
         if end > begin:
             own = floats_of(weight, expert, torch.float32)
@@ -232,7 +242,9 @@ def sort_by_expert(ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @twin("experts.triton")
-def combine(y: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
+def combine(
+    y: Tensor, positions: Tensor, weights: Tensor, residual: Tensor | None = None
+) -> Tensor:
     """Returns each row's weighted sum of what its experts returned, [T, D] in y's dtype.
 
     It is added up in float32.
@@ -241,6 +253,8 @@ def combine(y: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
         y: [T*k, D], sorted by expert.
         positions: [T*k] int64, each pair's position in that order.
         weights: [T, k].
+        residual: [T, D] that the sum is added to, in its memory; or None.
     """
     chosen = y[positions].unflatten(0, weights.shape).float()  # [T, k, D]
-    return (chosen * weights[..., None]).sum(1).to(y.dtype)
+    total = (chosen * weights[..., None]).sum(1)
+    return total.to(y.dtype) if residual is None else residual.copy_(residual.float() + total)

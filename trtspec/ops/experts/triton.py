@@ -399,11 +399,15 @@ def _grouped_matmul_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def combine(y: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
+def combine(
+    y: Tensor, positions: Tensor, weights: Tensor, residual: Tensor | None = None
+) -> Tensor:
     """As its twin."""
     rows, top_k = weights.shape
     size = y.shape[1]
-    out = torch.empty((rows, size), dtype=y.dtype, device=y.device)
+    out = residual
+    if out is None:
+        out = torch.empty((rows, size), dtype=y.dtype, device=y.device)
     block = min(1024, triton.next_power_of_2(size))
     _combine_kernel[(rows, triton.cdiv(size, block))](
         y,
@@ -411,7 +415,9 @@ def combine(y: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
         weights.contiguous(),
         out,
         y.stride(0),
+        out.stride(0),
         size,
+        ADDS=residual is not None,
         TOP_K=top_k,
         BLOCK=block,
         **dependent_launch(y),
@@ -426,7 +432,9 @@ def _combine_kernel(
     weights_ptr,
     out_ptr,
     y_row,
+    out_row,
     size,
+    ADDS: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -441,4 +449,7 @@ def _combine_kernel(
         weight = tl.load(weights_ptr + row * TOP_K + i)
         y = tl.load(y_ptr + position * y_row + d, mask=d < size, other=0.0)
         total += weight * y.to(tl.float32)
-    tl.store(out_ptr + row * size + d, total.to(out_ptr.dtype.element_ty), mask=d < size)
+    out_ptrs = out_ptr + row * out_row + d
+    if ADDS:
+        total += tl.load(out_ptrs, mask=d < size, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=d < size)

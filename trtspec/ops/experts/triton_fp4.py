@@ -18,44 +18,9 @@ from .triton import TileShape, find_tile
 
 _STEP = tl.constexpr(2 * BLOCK)  # columns of four scales
 _HALF = tl.constexpr(BLOCK // 2)
-
-
-def _pair(out: str, codes: str, magnitude: int, sign: int, power: str) -> str:
-    """Returns PTX that makes two bf16 of two bytes, in bits 8 to 15 and 24 to 31 of a register.
-
-    A bf16 with e2m1's exponent and mantissa is 2^126 times too small, which is in the factor.
-
-    Args:
-        magnitude, sign: how far their bits go to the right, and to the left.
-        power: the register with the factor, twice.
-    """
-    return f"""
-        shr.b32 bits, {codes}, {magnitude};
-        and.b32 bits, bits, 0x01c001c0;
-        shl.b32 sign, {codes}, {sign};
-        lop3.b32 bits, sign, 0x80008000, bits, 0xea;
-        mul.rn.bf16x2 {out}, bits, {power};
-    """
-
-
-_LOW_BITS, _HIGH_BITS = (2, 4), (6, 0)
-_LOW, _HIGH = (
-    tl.constexpr(
-        "{ .reg .b32 a, bits, sign, power; cvt.u32.u16 a, $1; prmt.b32 a, a, 0, 0x1404;"
-        f"mov.b32 power, 0x7e807e80; {_pair('$0', 'a', *bits, 'power')} }}"
-    )
-    for bits in (_LOW_BITS, _HIGH_BITS)
-)
-"""Of two bytes."""
-_BOTH = tl.constexpr(
-    "{ .reg .b32 a, b, bits, sign; prmt.b32 a, $4, 0, 0x1404; prmt.b32 b, $4, 0, 0x3424;"
-    + _pair("$0", "a", *_LOW_BITS, "$5")
-    + _pair("$1", "b", *_LOW_BITS, "$6")
-    + _pair("$2", "a", *_HIGH_BITS, "$7")
-    + _pair("$3", "b", *_HIGH_BITS, "$8")
-    + "}"
-)
-"""Of four bytes, times their scales."""
+_BITS = tl.constexpr(0x81C081C0)  # of two bf16 as csrc/include/trtspec/fp4.cuh has them
+_LAST_BITS, _MOVE = tl.constexpr(0x001B001B), tl.constexpr(0x1084)
+_SCALE = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
 
 
 class Tiles(NamedTuple):
@@ -64,7 +29,6 @@ class Tiles(NamedTuple):
     ROWS: int
     COLUMNS: int
     COUNT: int  # at least the experts, a power of two
-    SCALED: bool  # scales are multiplied with weights, not with sums
     QUICK: bool
     PRECISION: str
 
@@ -76,11 +40,11 @@ def grouped_matmul(
     pairs = x.shape[0]
     count, columns, size = weight.shape
     out = torch.empty((pairs, columns), dtype=x.dtype, device=x.device)
-    shape = _tile(average, x.dtype)
+    shape, quick = _tile(average, x.dtype), is_quick(weight.codes, x.dtype)
     tiles = min(triton.cdiv(pairs, shape.rows) + count, pairs)
     _fp4_matmul_kernel[(tiles, triton.cdiv(columns, shape.columns))](
         x,
-        weight.codes,
+        weight.codes.view(torch.int32),
         weight.scales.view(torch.int32),
         bias,
         ends,
@@ -88,13 +52,12 @@ def grouped_matmul(
         columns,
         size,
         count,
-        weight.scales.shape[-1] // 4,
+        weight.scales.shape[2],
         tiles=Tiles(
             ROWS=shape.rows,
             COLUMNS=shape.columns,
             COUNT=triton.next_power_of_2(count),
-            SCALED=shape.rows >= 64,
-            QUICK=is_quick(weight.codes, x.dtype),
+            QUICK=quick,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         ),
         num_stages=shape.stages,
@@ -108,12 +71,8 @@ def _tile(rows_per_expert: float, dtype: torch.dtype) -> TileShape:
     """As `triton.py`'s."""
     if dtype == torch.float32:
         return TileShape(16 if rows_per_expert < 12 else 64, 64, 128)
-    if rows_per_expert < 12:
-        return TileShape(16, 128, 128, stages=3)
     if rows_per_expert < 48:
         return TileShape(32, 64, 128, stages=3)
-    if rows_per_expert < 96:
-        return TileShape(64, 128, 128, stages=3, warps=8)
     return TileShape(128, 128, 128, stages=2, warps=8)
 
 
@@ -141,38 +100,35 @@ def _fp4_matmul_kernel(
         return
     row = begin + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    weight_row = expert.to(tl.int64) * columns + column
     x_ptrs = x_ptr + row[None, :].to(tl.int64) * size
-    codes_ptrs = codes_ptr + weight_row[:, None] * (size // 2)
-    scales_ptrs = scales_ptr + weight_row * scale_words
+    # Words of 8 codes: of 8 rows a block's 64 columns lie together, 8 words a row.
+    group = (expert.to(tl.int64) * columns + column) // 8
+    codes_ptrs = codes_ptr + group * size
+    scales_ptrs = scales_ptr + group * (scale_words * 8) + column % 8
     is_column, is_row = column < columns, row < end
-    half = tl.arange(0, _HALF)
+    half, word = tl.arange(0, _HALF), tl.arange(0, 8)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     scales = tl.load(scales_ptrs, mask=is_column, other=0)
     for start in range(0, size, _STEP):
         # The next scales are asked for before this step's product needs its own.
         has_later = is_column & (start + _STEP < size)
-        later = tl.load(scales_ptrs + start // _STEP + 1, mask=has_later, other=0)
+        later = tl.load(scales_ptrs + (start // _STEP + 1) * 8, mask=has_later, other=0)
         for block in tl.static_range(2):
-            byte = start // 2 + block * _HALF + half
             d = start + block * 2 * _HALF + half
-            inside = is_column[:, None] & (byte[None, :] < size // 2)
-            codes = tl.load(codes_ptrs + byte[None, :], mask=inside, other=0)
             x_inside = is_row[None, :] & (d[:, None] < size)
             low_x = tl.load(x_ptrs + d[:, None], mask=x_inside, other=0.0)
             high_x = tl.load(x_ptrs + d[:, None] + _HALF, mask=x_inside, other=0.0)
-            if tiles.SCALED:
-                low, high = scaled_numbers(codes, scales >> (16 * block), dtype, tiles.QUICK)
-                total = tl.dot(low, low_x, total, input_precision=tiles.PRECISION)
-                total = tl.dot(high, high_x, total, input_precision=tiles.PRECISION)
-            else:
-                low = numbers(codes, False, dtype, tiles.QUICK)
-                high = numbers(codes, True, dtype, tiles.QUICK)
-                sums = tl.dot(low, low_x, input_precision=tiles.PRECISION)
-                total += sums * _power(scales, 2 * block)[:, None]
-                sums = tl.dot(high, high_x, input_precision=tiles.PRECISION)
-                total += sums * _power(scales, 2 * block + 1)[:, None]
+            begin_word = (start + block * 2 * _HALF) + (column % 8 ^ block * 2) * 8
+            inside = is_column & (start + block * 2 * _HALF < size)
+            codes = tl.load(
+                codes_ptrs[:, None] + (begin_word[:, None] + word[None, :]),
+                mask=inside[:, None],
+                other=0,
+            )
+            low, high = numbers(codes, scales >> (16 * block), dtype, tiles.QUICK)
+            total = tl.dot(low, low_x, total, input_precision=tiles.PRECISION)
+            total = tl.dot(high, high_x, total, input_precision=tiles.PRECISION)
         scales = later
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert * columns + column, mask=is_column, other=0.0)
@@ -183,47 +139,40 @@ def _fp4_matmul_kernel(
 
 
 @triton.jit
-def _power(scales, index):
-    """One of four e8m0 scales in int32 as float32."""
-    return (((scales >> (8 * index)) & 255) << 23).to(tl.float32, bitcast=True)
+def numbers(codes, scales, dtype: tl.constexpr, QUICK: tl.constexpr):
+    """The numbers in a block's first and its second half, [C, 32] each, times the first two of
+    `scales` [C] int32.
+
+    Args:
+        codes: [C, 8] int32, words of a block.
+    """
+    codes = codes.to(tl.uint32, bitcast=True)
+    second = ((codes >> 3) | (codes << 29)) & _BITS
+    third = ((codes >> 6) | (codes << 26)) & _BITS
+    fourth = ((codes & _LAST_BITS) * _MOVE) & _BITS
+    low = scaled(codes & _BITS, second, scales & 255, dtype, QUICK)
+    return low, scaled(third, fourth, scales >> 8 & 255, dtype, QUICK)
 
 
 @triton.jit
-def numbers(codes, HIGH: tl.constexpr, dtype: tl.constexpr, QUICK: tl.constexpr):
-    """The numbers in the low or the high bits of bytes [C, 32], without their scales.
-
-    Of one operation with one argument Triton keeps the numbers in registers on their way to the
-    tensor cores.
-    """
+def scaled(first, second, scale, dtype: tl.constexpr, QUICK: tl.constexpr):
+    """What pairs of bf16 [C, 8] are, each word's first and second one side by side, times 2^126 and
+    the power of two of e8m0 codes `scale` [C]: [C, 32]."""
+    COUNT: tl.constexpr = first.shape[0]
+    pairs = tl.reshape(tl.join(first, second), [COUNT, 16])
     if QUICK:
-        return tl.inline_asm_elementwise(
-            _HIGH if HIGH else _LOW, "=r,h", [codes], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    code = codes.to(tl.int32)
-    code = (code >> 4) if HIGH else (code & 15)
-    size = (code & 7).to(tl.float32)  # halves up to 2, then 2, 3, 4 and 6
-    size = tl.where(size < 4, size * 0.5, tl.where(size < 6, size - 2.0, size * 2.0 - 8.0))
-    return tl.where(code & 8 > 0, -size, size).to(dtype)
-
-
-@triton.jit
-def scaled_numbers(codes, scales, dtype: tl.constexpr, QUICK: tl.constexpr):
-    """The numbers in the low and in the high bits, times the first two of `scales` [C] int32.
-
-    They go through shared memory, which pays where many rows share a tile of weights.
-    """
-    if QUICK:
-        # The factors 2^(s - 1). (Of s = 0 and 1, too: no weight is so small.)
-        low = (((scales & 255) << 7) + 0x3F00).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        high = (((scales >> 8 & 255) << 7) + 0x3F00).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        return tl.inline_asm_elementwise(
-            _BOTH,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r",
-            [codes, low[:, None], high[:, None]],
-            dtype=(tl.bfloat16, tl.bfloat16),
+        # 2^(s - 1) twice. (Of s = 0 and 1, too: no weight is so small.)
+        power = ((scale << 7) + 0x3F00) * 0x10001
+        pairs = tl.inline_asm_elementwise(
+            _SCALE,
+            "=r,r,r",
+            [pairs, power[:, None]],
+            dtype=tl.uint32,
             is_pure=True,
-            pack=4,
+            pack=1,
         )
-    low = numbers(codes, False, tl.float32, False) * _power(scales, 0)[:, None]
-    high = numbers(codes, True, tl.float32, False) * _power(scales, 1)[:, None]
-    return low.to(dtype), high.to(dtype)
+    bits = tl.reshape(tl.join(pairs & 0xFFFF, pairs >> 16), [COUNT, 32])
+    if QUICK:
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    numbers = (bits << 16).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    return (numbers * (scale << 23).to(tl.float32, bitcast=True)[:, None]).to(dtype)

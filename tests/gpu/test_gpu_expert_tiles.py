@@ -1,0 +1,132 @@
+"""The kernel of MXFP4 experts (`expert_tiles.cuh`), against loops in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from matrix import covering
+from naive_experts import BETWEEN, naive_experts, random_experts, to_fp4
+
+from trtspec import native
+from trtspec.layers.experts import Experts
+from trtspec.ops.experts import tiles
+from trtspec.ops.experts import torch as moe
+
+HAS_KERNELS = torch.cuda.is_available() and native.kernels(torch.empty(1, device="cuda"))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_KERNELS, reason="needs Hopper, nvcc and apache-tvm-ffi"),
+]
+BOUND = 5e-2
+SHAPES = [  # experts, chosen, hidden size, inner size
+    (8, 2, 448, 448),
+    (5, 3, 512, 576),
+    (40, 16, 640, 448),
+    (4, 1, 2880, 576),
+    (1000, 4, 448, 512),
+    (3, 2, 512, 6144),
+]
+ROWS = [1, 2, 7, 8, 9, 24, 25, 60, 200]
+
+
+@pytest.fixture(autouse=True)
+def _no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*args: object, **kwargs: object) -> None:
+        raise AssertionError("not by the kernel")
+
+    monkeypatch.setattr(moe, "grouped_matmul", other)
+    monkeypatch.setattr(tiles, "MAX_ROWS", 1000)
+
+
+def _random(
+    rows: int, shape: tuple[int, int, int, int], between: str = "swish", has_bias: bool = True
+) -> tuple[Experts, tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """MXFP4 experts on the GPU, their arguments there, and what a loop returns."""
+    sizes = rows, *shape
+    experts, x, ids, weights = random_experts(*sizes, torch.float32, seed=rows, has_bias=has_bias)
+    codes, x = to_fp4(experts), x.bfloat16()
+    for bias in experts.biases or ():
+        bias.data = bias.data.bfloat16()
+    expected = naive_experts(experts, x, ids, weights, between)
+    experts.hold(*codes)
+    experts.gate_and_mul = BETWEEN[between][0]
+    return experts.cuda(), (x.cuda(), ids.cuda(), weights.cuda()), expected
+
+
+@covering(**{"between": list(BETWEEN), "rows": ROWS, "shape": SHAPES})
+def test_equal_a_loop(between: str, rows: int, shape: tuple[int, int, int, int]) -> None:
+    """Alone, added to a residual in its memory, and of rows that are apart."""
+    has_bias = between == "swish" or rows % 2 == 0
+    experts, (x, ids, weights), expected = _random(rows, shape, between, has_bias)
+    out = experts(x, ids, weights).cpu().double()
+    torch.testing.assert_close(out, expected, atol=BOUND, rtol=BOUND)
+    residual = torch.randn(rows, 2 * x.shape[1], device="cuda").bfloat16()[:, : x.shape[1]]
+    total = expected + residual.cpu().double()
+    apart = torch.cat((x, x), dim=1)[:, x.shape[1] :]
+    with torch.no_grad():
+        out = experts(apart, ids, weights, residual)
+    assert out.data_ptr() == residual.data_ptr()
+    torch.testing.assert_close(out.cpu().double(), total, atol=2 * BOUND, rtol=BOUND)
+
+
+@pytest.mark.parametrize("rows", [24, 25, 49, 97])
+def test_all_rows_may_choose_one_expert(rows: int) -> None:
+    """Then most experts have none, and one has several tiles of rows."""
+    experts, (x, ids, weights), _ = _random(rows, (6, 2, 448, 512))
+    for chosen in ((5, 2), (0, 1), (5, 0)):
+        ids[:] = torch.tensor(chosen, device="cuda")
+        out = experts(x, ids, weights)
+        for row in (0, rows - 1):
+            own = slice(row, row + 1)
+            assert torch.equal(experts(x[own], ids[own], weights[own]), out[own])
+
+
+def test_a_row_does_not_depend_on_rows_beside_it() -> None:
+    experts, (x, ids, weights), _ = _random(70, (8, 4, 512, 640))
+    together = experts(x, ids, weights)
+    for row in range(0, 70, 3):
+        own = slice(row, row + 1)
+        assert torch.equal(experts(x[own], ids[own], weights[own]), together[own])
+    turned = torch.arange(69, -1, -1, device="cuda")
+    assert torch.equal(experts(x[turned], ids[turned], weights[turned]), together[turned])
+
+
+def test_experts_of_other_ranks_add_nothing() -> None:
+    experts, (x, ids, weights), expected = _random(30, (12, 4, 448, 512))
+    total, stacks, biases = torch.zeros_like(expected), experts.fp4, experts.biases
+    assert stacks is not None and biases is not None
+    for first, count in ((0, 5), (5, 1), (6, 6)):
+        own = Experts(count, 448, 512, BETWEEN["swish"][0], has_bias=True, first=first, total=12)
+        part = slice(first, first + count)
+        own.hold(*(type(stack)(*(t[part] for t in stack)) for stack in stacks))
+        own.gate_up_proj_bias.data, own.down_proj_bias.data = (bias[part] for bias in biases)
+        total += own(x, ids, weights).cpu().double()
+    torch.testing.assert_close(total, expected, atol=BOUND, rtol=BOUND)
+    nowhere = torch.full_like(ids, 12)
+    assert not own(x, nowhere, weights).any()
+    with torch.no_grad():
+        assert torch.equal(own(x, nowhere, weights, x.clone()), x)
+
+
+def test_rows_that_are_not_numbers_stay_alone() -> None:
+    experts, (x, ids, weights), _ = _random(12, (3, 2, 448, 448))
+    expected = experts(x, ids, weights)
+    x[5], weights[5] = torch.nan, torch.nan
+    out = experts(x, ids, weights)
+    others = [row for row in range(12) if row != 5]
+    assert bool(out[5].isnan().all()) and torch.equal(out[others], expected[others])
+
+
+def test_in_a_graph_whose_choices_change() -> None:
+    experts, (x, ids, weights), _ = _random(33, (8, 2, 448, 512))
+    experts(x, ids, weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts(x, ids, weights)
+    for seed in range(5):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        ids.copy_(torch.rand(33, 8, generator=generator, device="cuda").topk(2).indices)
+        x.normal_(generator=generator)
+        graph.replay()
+        assert torch.equal(out, experts(x, ids, weights))
