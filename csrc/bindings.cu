@@ -155,7 +155,9 @@ trtspec::ExpertParams stacked(const TensorView& ids, const TensorView& weights,
   p.weights = static_cast<const float*>(weights.data_ptr());
   p.rows = static_cast<int>(ids.size(0)), p.choices = static_cast<int>(ids.size(1));
   p.weight = weight.data_ptr(), p.experts = static_cast<int>(weight.size(0));
-  p.n = static_cast<int>(weight.size(1)), p.k = static_cast<int>(weight.size(2));
+  const bool is_fp4 = weight.ndim() == 5;
+  p.n = static_cast<int>(weight.size(1)) * (is_fp4 ? 8 : 1);
+  p.k = static_cast<int>(weight.size(2)) * (is_fp4 ? 64 : 1);
   check(is_dense(ids) && is_dense(weights) && is_dense(weight), "choices and weights in one piece");
   check(weights.size(0) == p.rows && weights.size(1) == p.choices, "a weight for each choice");
   check(ids.dtype().bits == 64 && weights.dtype().bits == 32, "ids in int64, their weights in float32");
@@ -167,12 +169,13 @@ trtspec::ExpertParams stacked(const TensorView& ids, const TensorView& weights,
   check(scales.has_value() == (weight.dtype().bits == 8), "codes have scales, no other weights");
   if (scales.has_value()) {
     const TensorView& of = scales.value();
-    p.scales = static_cast<const float*>(of.data_ptr());
+    p.scales = of.data_ptr();
     p.group = static_cast<int>(group), p.groups = static_cast<int>(of.size(2));
-    check(is_dense(of) && of.size(0) == p.experts && of.size(1) == p.n, "scales of each row");
+    check(is_dense(of) && of.size(0) == p.experts && of.size(1) == weight.size(1), "scales of each row");
     check(p.k % 64 == 0, "inputs by 64");
-    check((p.groups == 1 || group % 64 == 0) && (p.k + group - 1) / group == p.groups,
-          "a scale for each group of each row, groups by 64");
+    check(is_fp4 ? p.groups == trtspec::fp4_steps(p.k)
+                 : (p.groups == 1 || group % 64 == 0) && (p.k + group - 1) / group == p.groups,
+          "a scale for each group of each row, FP8's groups by 64");
   }
   if (bias.has_value()) {
     const TensorView& of = bias.value();
@@ -210,7 +213,9 @@ void experts(TensorView x, TensorView ids, TensorView weights, TensorView gate_u
   }
   if (up.scales != nullptr) {
     check(x.dtype().code == kDLBfloat && last.scales != nullptr, "codes are for bfloat16");
-    check(trtspec::launch_experts<trtspec::bf16, 8>(up, last, stream_of(x)));
+    check(gate_up.ndim() == down.ndim(), "both products' weights of one kind");
+    check(gate_up.ndim() == 5 ? trtspec::launch_experts<trtspec::bf16, 4>(up, last, stream_of(x))
+                              : trtspec::launch_experts<trtspec::bf16, 8>(up, last, stream_of(x)));
     return;
   }
   check(x.dtype() == gate_up.dtype() && x.dtype() == down.dtype(), "experts of the rows' type");

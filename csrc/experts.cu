@@ -9,6 +9,7 @@ constexpr int kExpertWarps = 12, kExpertSplit = 4;  // of gate and up; down's wa
 // Stages of the rings. A block of down finds room beside one of gate and up, unless many rows rest there,
 // and so starts early.
 constexpr int kUpDepth = 6, kDownDepth = 4, kUpDepthOfFp8 = 5, kDownDepthOfFp8 = 3;
+constexpr int kUpDepthOfFp4 = 5, kDownDepthOfFp4 = 2;
 // Two blocks of gate and up must not: where two are, another multiprocessor has none, and the kernel takes
 // twice as long. So each takes at least this much.
 constexpr int kLeastShared = 97 << 10;
@@ -16,8 +17,9 @@ constexpr int kLeastShared = 97 << 10;
 template <typename T, int kBits, bool kDown>
 cudaError_t launch_product(const ExpertParams& p, cudaStream_t stream) {
   constexpr int kSplit = kDown ? kExpertWarps : kExpertSplit;
-  constexpr int kDepthOfFp8 = kDown ? kDownDepthOfFp8 : kUpDepthOfFp8;
-  constexpr int kDepth = kBits == 8 ? kDepthOfFp8 : kDown ? kDownDepth : kUpDepth;
+  constexpr int kUp = kBits == 16 ? kUpDepth : kBits == 8 ? kUpDepthOfFp8 : kUpDepthOfFp4;
+  constexpr int kOfDown = kBits == 16 ? kDownDepth : kBits == 8 ? kDownDepthOfFp8 : kDownDepthOfFp4;
+  constexpr int kDepth = kDown ? kOfDown : kUp;
   const auto kernel = expert_linear<T, kBits, kDown, kExpertWarps, kSplit, kDepth>;
   const int ring = kDepth * kExpertWarps * 32 * kExpertStageBytes<kBits, kDown>;
   const int resting = p.rows * expert_pitch<kBits>(p.k);
@@ -42,6 +44,7 @@ cudaError_t launch_experts(const ExpertParams& up, const ExpertParams& down, cud
 
 template cudaError_t launch_experts<bf16, 16>(const ExpertParams&, const ExpertParams&, cudaStream_t);
 template cudaError_t launch_experts<bf16, 8>(const ExpertParams&, const ExpertParams&, cudaStream_t);
+template cudaError_t launch_experts<bf16, 4>(const ExpertParams&, const ExpertParams&, cudaStream_t);
 template cudaError_t launch_experts<half_t, 16>(const ExpertParams&, const ExpertParams&, cudaStream_t);
 
 }  // namespace trtspec

@@ -8,6 +8,7 @@ from matrix import covering
 from naive_experts import BETWEEN, naive_experts, random_experts, to_fp4
 
 from trtspec import native
+from trtspec.layers import experts as layer
 from trtspec.layers.experts import Experts
 from trtspec.ops.experts import tiles
 from trtspec.ops.experts import torch as moe
@@ -36,6 +37,7 @@ def _no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(moe, "grouped_matmul", other)
     monkeypatch.setattr(tiles, "MAX_ROWS", 1000)
+    monkeypatch.setattr(layer, "MAX_FP4_ROWS", 0)
 
 
 def _random(

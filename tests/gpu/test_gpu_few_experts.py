@@ -6,7 +6,7 @@ import pytest
 import steady
 import torch
 from matrix import covering
-from naive_experts import BETWEEN, naive_experts, random_experts, to_fp8
+from naive_experts import BETWEEN, naive_experts, random_experts, to_fp4, to_fp8
 
 from trtspec import native
 from trtspec.layers import experts as layer
@@ -69,6 +69,25 @@ def test_fp8_equal_a_loop(groups: str, rows: int, shape: tuple[int, int, int, in
     _check(experts.cuda(), (x, ids, weights), expected, BOUNDS[torch.bfloat16])
 
 
+@covering(**{
+    "between": ["silu", "swish"], "rows": list(range(1, layer.MAX_FP4_ROWS + 1)),
+    "shape": [shape for shape in SHAPES if shape[2] % 64 == shape[3] % 64 == 0] + [
+        (4, 2, 2880, 576), (6, 3, 64, 192),
+    ],
+})  # fmt: skip
+def test_fp4_equal_a_loop(between: str, rows: int, shape: tuple[int, int, int, int]) -> None:
+    count, top_k, size, inner = shape
+    sizes, has_bias = (rows, count, top_k, size, inner), between == "swish"
+    experts, x, ids, weights = random_experts(*sizes, torch.float32, seed=rows, has_bias=has_bias)
+    codes, x = to_fp4(experts), x.bfloat16()
+    for bias in experts.biases or ():
+        bias.data = bias.data.bfloat16()
+    expected = naive_experts(experts, x, ids, weights, between)
+    experts.hold(*codes)
+    experts.gate_and_mul = BETWEEN[between][0]
+    _check(experts.cuda(), (x, ids, weights), expected, BOUNDS[torch.bfloat16])
+
+
 def _check(
     experts: Experts,
     args: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -88,9 +107,12 @@ def _check(
     torch.testing.assert_close(out.cpu().double(), total, atol=2 * bound, rtol=bound)
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_a_row_does_not_depend_on_rows_beside_it(has_bias: bool) -> None:
-    experts, x, ids, weights = random_experts(6, 16, 4, 256, 192, torch.bfloat16, has_bias=has_bias)
+@pytest.mark.parametrize("is_fp4", [False, True])
+def test_a_row_does_not_depend_on_rows_beside_it(is_fp4: bool) -> None:
+    sizes = layer.MAX_FP4_ROWS, 16, 4, 256, 192
+    experts, x, ids, weights = random_experts(*sizes, torch.bfloat16, has_bias=is_fp4)
+    if is_fp4:
+        experts.hold(*to_fp4(experts))
     experts.cuda()
     x, ids, weights = x.cuda(), ids.cuda(), weights.cuda()
     together = experts(x, ids, weights)
@@ -121,8 +143,11 @@ def test_experts_of_other_ranks_add_nothing(has_bias: bool) -> None:
         assert torch.equal(own(x.cuda(), nowhere, weights.cuda(), residual.clone()), residual)
 
 
-def test_rows_that_are_not_numbers_stay_alone() -> None:
-    experts, x, ids, weights = random_experts(3, 8, 2, 64, 192, torch.bfloat16)
+@pytest.mark.parametrize("is_fp4", [False, True])
+def test_rows_that_are_not_numbers_stay_alone(is_fp4: bool) -> None:
+    experts, x, ids, weights = random_experts(3, 8, 2, 64, 192, torch.bfloat16, has_bias=is_fp4)
+    if is_fp4:
+        experts.hold(*to_fp4(experts))
     experts.cuda()
     x, ids, weights = x.cuda(), ids.cuda(), weights.cuda()
     expected = experts(x, ids, weights)

@@ -23,6 +23,8 @@ MAX_RESTING_BYTES = 104 << 10
 they keep in shared memory."""
 MAX_FP8_ROWS, MAX_FP8_VALUES = 4, 2_000_000
 """Of FP8 weights: up to this many rows and values of a down_proj they are faster than Triton's."""
+MAX_FP4_ROWS = 4
+"""The same of MXFP4. More rows go through `ops/experts/tiles.py`."""
 
 
 class Experts(nn.Module):
@@ -159,7 +161,7 @@ class Experts(nn.Module):
         is_few = 0 < rows <= MAX_ROWS and rows * (2 * size + 64) <= MAX_RESTING_BYTES
         is_small = ids.shape[1] <= MAX_CHOICES and self.num_experts <= MAX_EXPERTS
         is_readable = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-        serves = self._serves_floats if self.gate_up_scales is None else self._serves_fp8
+        serves = self._serves_floats if self.gate_up_scales is None else self._serves_codes
         bias = self.gate_up_proj_bias
         is_same = bias is None or bias.dtype == x.dtype
         if not (is_few and is_small and is_readable and is_same and serves(x)):
@@ -172,10 +174,12 @@ class Experts(nn.Module):
         is_half = x.dtype in (torch.bfloat16, torch.float16)
         return is_half and x.dtype == self.gate_up_proj.dtype and has_steps
 
-    def _serves_fp8(self, x: Tensor) -> bool:
+    def _serves_codes(self, x: Tensor) -> bool:
         has_steps = self.size % 64 == 0 and self.inner % 64 == 0
-        if self.fp8 is None or not (x.dtype == torch.bfloat16 and has_steps):
+        if not (x.dtype == torch.bfloat16 and has_steps):
             return False
+        if self.fp4 is not None:
+            return x.shape[0] <= MAX_FP4_ROWS
         of_groups = (self.gate_up_group, self.size), (self.down_group, self.inner)
         has_groups = all(group % 64 == 0 or group >= columns for group, columns in of_groups)
         is_faster = x.shape[0] <= MAX_FP8_ROWS and self.size * self.inner <= MAX_FP8_VALUES

@@ -3,13 +3,14 @@
 //
 // Each expert that a row chose is read once, for all rows that chose it: they are columns of the
 // tensor cores' instruction, as in `skinny_linear.cuh`, and rows that did not are zeros. Weights come as
-// in `stream_linear.cuh`. FP8 codes (e4m3) are widened to bf16, and their scales come with them. (Of
-// MXFP4 experts both products are in `expert_tiles.cuh`.)
+// in `stream_linear.cuh`. FP8 codes (e4m3) are widened to bf16, and their scales come with them. So are
+// MXFP4 codes (`fp4.cuh`), whose powers of two go into the widened weights.
 //
 // A row's result does not depend on the rows beside it, if weights are finite: its experts are added up in
 // the order of their numbers, and the order of each sum is fixed by its length.
 #pragma once
 
+#include "fp4.cuh"
 #include "fp8_linear.cuh"
 #include "gate.cuh"
 #include "stream_linear.cuh"
@@ -26,11 +27,11 @@ struct ExpertParams {
                          // what a row chose before
   const float* weights;  // [rows, choices] in one piece
   int rows, choices, experts;
-  const void* weight;   // [experts, n, k]
-  const float* scales;  // [experts, n, groups] of FP8 codes
-  int group, groups;    // columns that share a scale; scales of a row
-  int n, k;             // n by 16; k by 32, of FP8 codes by 64
-  const void* bias;     // [experts, n], null: none
+  const void* weight;  // [experts, n, k]; MXFP4's in its own order
+  const void* scales;  // [experts, n, groups] float of FP8 codes; MXFP4's in their own order
+  int group, groups;   // of FP8: columns that share a scale; scales of a row
+  int n, k;            // n by 16; k by 32, of codes by 64 (of MXFP4 the last step may be half a one)
+  const void* bias;    // [experts, n], null: none
   void* out;  // gate and up: [rows, choices, n / 2], times the choice's weight; down: [rows, n]
   int64_t out_stride;    // down
   const void* residual;  // down: [rows, n] that is added, null: none
@@ -95,14 +96,26 @@ __device__ inline void copy_4(void* target, const void* source) {
                : "memory");
 }
 
-// Weights have 16 or 8 bits.
+// 16 codes of two weight rows, in a half of a block's columns, times the same 16 values of x.
+template <bool kHigh>
+__device__ inline void multiply_fp4(float (&acc)[4], const uint4& lo, const uint4& hi,
+                                    uint32_t lo_power, uint32_t hi_power, const uint4 (&v)[2]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint2 a = widen_fp4<kHigh>(word_of(lo, i), lo_power), b = widen_fp4<kHigh>(word_of(hi, i), hi_power);
+    multiply_add(acc, a.x, b.x, a.y, b.y, word_of(v[i / 2], i % 2 * 2), word_of(v[i / 2], i % 2 * 2 + 1),
+                 bf16());
+  }
+}
+
+// Weights have 16, 8 or 4 bits.
 template <int kBits>
 constexpr int kExpertStep = 512 / kBits;  // values of k that four lanes of a weight row read at once
 
-// Bytes of a thread's places in the ring, of a stage: two pieces of weights, of FP8 two scales, and for
+// Bytes of a thread's places in the ring, of a stage: two pieces of weights, of codes two scales, and for
 // down the same columns of x.
 template <int kBits, bool kDown>
-constexpr int kExpertStageBytes = 32 + (kBits == 8 ? 8 : 0) + (kDown ? 256 / kBits : 0);
+constexpr int kExpertStageBytes = 32 + (kBits < 16 ? 8 : 0) + (kDown ? 256 / kBits : 0);
 
 // Bytes between rows of gate and up's x, which rest in shared memory.
 template <int kBits>
@@ -130,13 +143,21 @@ __global__ void __launch_bounds__(kWarps * 32)
   __shared__ float sums[2][kWarps][kTile][kExpertRows + 1];
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int team = threadIdx.x / 32 / kSplit, warp = threadIdx.x / 32 % kSplit;
-  const int steps = p.k / kStep, tiles = p.n / kTile, pitch = expert_pitch<kBits>(p.k);
+  const int steps = (p.k + kStep - 1) / kStep, tiles = p.n / kTile, pitch = expert_pitch<kBits>(p.k);
   const int begin = steps * warp / kSplit, end = steps * (warp + 1) / kSplit;
   uint4* const mine = reinterpret_cast<uint4*>(shared) + threadIdx.x;
   auto place = [&](int stage, int part) { return mine + (stage * kParts + part) * kThreads; };
-  float2* const my_scales =
-      reinterpret_cast<float2*>(shared + kDepth * kParts * kThreads * 16) + threadIdx.x;
+  uint2* const my_scales =
+      reinterpret_cast<uint2*>(shared + kDepth * kParts * kThreads * 16) + threadIdx.x;
   char* const resting = shared + kDepth * kThreads * kExpertStageBytes<kBits, kDown>;
+
+  // Where this lane's piece of x is in a step's columns. Of MXFP4 codes two pieces are of a block's first
+  // half, and two of its second.
+  auto column_of = [&](int piece) {
+    return kBits == 4 ? t / 2 * 64 + piece / 2 * 32 + t % 2 * 16 + piece % 2 * 8
+                      : (t * kPieces + piece) * 8;
+  };
+  auto is_inside = [&](int step) { return kBits > 4 || step * kStep + t / 2 * 64 < p.k; };
 
   clear(p, chosen);
   if constexpr (!kDown) {
@@ -166,25 +187,36 @@ __global__ void __launch_bounds__(kWarps * 32)
   // What is fetched next. A warp without steps fetches nothing.
   int next = begin == end ? turns : first, next_step = begin;
   const char *w_lo = nullptr, *w_hi = nullptr;
-  const float *s_lo = nullptr, *s_hi = nullptr;
+  const char *s_lo = nullptr, *s_hi = nullptr;  // 4 bytes of scales: a float, or four of MXFP4
   auto enter = [&] {
     if (next >= turns) return;
     int n_lo, n_hi;
     rows_of(next, g, n_lo, n_hi);
     const int64_t row = static_cast<int64_t>(chosen.experts[rank_of(next)]) * p.n;
     const int64_t bytes = static_cast<int64_t>(p.k) * kBits / 8;
-    const char* const weight = static_cast<const char*>(p.weight) + t * 16;
-    w_lo = weight + (row + n_lo) * bytes, w_hi = weight + (row + n_hi) * bytes;
-    if constexpr (kBits == 8) {
-      s_lo = p.scales + (row + n_lo) * p.groups, s_hi = p.scales + (row + n_hi) * p.groups;
+    const char* const weight = static_cast<const char*>(p.weight);
+    const char* const scales = static_cast<const char*>(p.scales);
+    if constexpr (kBits == 4) {  // eight rows lie together
+      const int in_group = t / 2 * 256 + (g ^ t / 2 * 2) * 32 + t % 2 * 16;
+      w_lo = weight + (row + n_lo - g) * bytes + in_group, w_hi = weight + (row + n_hi - g) * bytes + in_group;
+      s_lo = scales + (row + n_lo - g) * steps * 4 + g * 4, s_hi = scales + (row + n_hi - g) * steps * 4 + g * 4;
+    } else {
+      w_lo = weight + (row + n_lo) * bytes + t * 16, w_hi = weight + (row + n_hi) * bytes + t * 16;
+      s_lo = scales + (row + n_lo) * p.groups * 4, s_hi = scales + (row + n_hi) * p.groups * 4;
     }
   };
   auto fetch_weights = [&](int stage) {
     if (next >= turns) return;
-    copy_16(place(stage, 0), w_lo + next_step * 64);
-    copy_16(place(stage, 1), w_hi + next_step * 64);
-    if constexpr (kBits == 8) {
-      const int of = next_step * kStep / p.group;
+    if constexpr (kBits == 4) {
+      const bool inside = is_inside(next_step);
+      copy_16_if(place(stage, 0), w_lo + next_step * 512, inside);
+      copy_16_if(place(stage, 1), w_hi + next_step * 512, inside);
+    } else {
+      copy_16(place(stage, 0), w_lo + next_step * 64);
+      copy_16(place(stage, 1), w_hi + next_step * 64);
+    }
+    if constexpr (kBits < 16) {
+      const int of = kBits == 4 ? next_step * 32 : next_step * kStep / p.group * 4;
       copy_4(&my_scales[stage * kThreads].x, s_lo + of);
       copy_4(&my_scales[stage * kThreads].y, s_hi + of);
     }
@@ -197,12 +229,12 @@ __global__ void __launch_bounds__(kWarps * 32)
   auto fetch_x = [&](int stage) {
     if (!kDown || x_next >= turns) return;
     const int choice = chosen.choices[rank_of(x_next)][g];
-    if (choice > 0) {
+    if (choice > 0 && is_inside(x_step)) {
       const T* const from = static_cast<const T*>(p.x) +
                             static_cast<int64_t>(g * p.choices + choice - 1) * p.k +
-                            x_step * kStep + t * 8 * kPieces;
+                            x_step * kStep;
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) copy_16(place(stage, 2 + i), from + i * 8);
+      for (int i = 0; i < kPieces; ++i) copy_16(place(stage, 2 + i), from + column_of(i));
     }
     if (++x_step == end) x_step = begin, x_next += stride;
   };
@@ -253,19 +285,25 @@ __global__ void __launch_bounds__(kWarps * 32)
     copies_wait<kDepth - 1>();
     const uint4 a = *place(stage, 0), b = *place(stage, 1);
     uint4 v[kPieces] = {};
-    if (is_row) {
+    if (is_row && is_inside(step)) {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
-        const char* const at = resting + g * pitch + (step * 4 + t) * 16 * kPieces + i * 16;
+        const char* const at = resting + g * pitch + (step * kStep + column_of(i)) * 2;
         v[i] = kDown ? *place(stage, 2 + i) : *reinterpret_cast<const uint4*>(at);
       }
     }
     if constexpr (kBits == 8) {
-      const float2 scale = my_scales[stage * kThreads];
+      const uint2 scales = my_scales[stage * kThreads];
+      const float lo = __uint_as_float(scales.x), hi = __uint_as_float(scales.y);
       float part[4] = {};
       multiply_widened(part, a, b, v);
-      acc[0] = fmaf(scale.x, part[0], acc[0]), acc[1] = fmaf(scale.x, part[1], acc[1]);
-      acc[2] = fmaf(scale.y, part[2], acc[2]), acc[3] = fmaf(scale.y, part[3], acc[3]);
+      acc[0] = fmaf(lo, part[0], acc[0]), acc[1] = fmaf(lo, part[1], acc[1]);
+      acc[2] = fmaf(hi, part[2], acc[2]), acc[3] = fmaf(hi, part[3], acc[3]);
+    } else if constexpr (kBits == 4) {
+      const uint2 scales = my_scales[stage * kThreads];
+      const int low = fp4_selector(t / 2 * 2), high = fp4_selector(t / 2 * 2 + 1);
+      multiply_fp4<false>(acc, a, b, fp4_power(scales.x, low), fp4_power(scales.y, low), {v[0], v[1]});
+      multiply_fp4<true>(acc, a, b, fp4_power(scales.x, high), fp4_power(scales.y, high), {v[2], v[3]});
     } else {
       multiply_add(acc, a.x, b.x, a.y, b.y, v[0].x, v[0].y, T());
       multiply_add(acc, a.z, b.z, a.w, b.w, v[0].z, v[0].w, T());

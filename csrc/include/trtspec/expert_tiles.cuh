@@ -83,10 +83,6 @@ __device__ inline void arrive_named(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-__device__ inline uint32_t word_of(const uint4& v, int i) {
-  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-}
-
 // How many tiles there are up to and with each expert's; by one warp.
 __device__ inline void count_tiles(const TiledExpertParams& p, int* last_tiles, int lane) {
   int before = 0;

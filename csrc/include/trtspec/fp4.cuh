@@ -25,6 +25,10 @@ __device__ inline uint32_t scale_fp4(uint32_t pair, uint32_t power) {
   return pair;
 }
 
+__device__ inline uint32_t word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
 // The first two pairs of a word (columns of the block's first half), or the others.
 template <bool kHigh>
 __device__ inline uint2 widen_fp4(uint32_t word, uint32_t power) {

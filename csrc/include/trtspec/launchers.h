@@ -28,7 +28,7 @@ template <bool kGroups>
 cudaError_t launch_fp8_linear(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
 
 // Rows 1 … kExpertRows, up to kMaxChoices experts of kMaxExperts each. Weights of 16 bits, or with bf16
-// of 8 (FP8).
+// of 8 (FP8) or 4 (MXFP4).
 template <typename T, int kBits>
 cudaError_t launch_experts(const ExpertParams& up, const ExpertParams& down, cudaStream_t stream);
 

@@ -399,6 +399,23 @@ def _grouped_matmul_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def store_turned(total, bias_ptr, out_ptr, expert, rows, columns):
+    """Stores a tile's sums [C, R], with the expert's bias.
+
+    Args:
+        rows: the tile's rows [R] and the end of the expert's. columns: the tile's [C] and all.
+    """
+    row, end = rows
+    column, count = columns
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert * count + column, mask=column < count, other=0.0)
+        total += bias.to(tl.float32)[:, None]
+    out_ptrs = out_ptr + row[:, None].to(tl.int64) * count + column[None, :]
+    inside = (row[:, None] < end) & (column[None, :] < count)
+    tl.store(out_ptrs, tl.trans(total).to(out_ptr.dtype.element_ty), mask=inside)
+
+
 def combine(
     y: Tensor, positions: Tensor, weights: Tensor, residual: Tensor | None = None
 ) -> Tensor:

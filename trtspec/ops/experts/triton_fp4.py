@@ -14,7 +14,7 @@ from torch import Tensor
 from ..launch.triton import after_previous, dependent_launch
 from ..layer.triton_fp8 import is_quick
 from .fp4 import BLOCK, Fp4Weight
-from .triton import TileShape, find_tile
+from .triton import TileShape, find_tile, store_turned
 
 _STEP = tl.constexpr(2 * BLOCK)  # columns of four scales
 _HALF = tl.constexpr(BLOCK // 2)
@@ -130,12 +130,7 @@ def _fp4_matmul_kernel(
             total = tl.dot(low, low_x, total, input_precision=tiles.PRECISION)
             total = tl.dot(high, high_x, total, input_precision=tiles.PRECISION)
         scales = later
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + expert * columns + column, mask=is_column, other=0.0)
-        total += bias.to(tl.float32)[:, None]
-    out_ptrs = out_ptr + row[:, None].to(tl.int64) * columns + column[None, :]
-    inside = is_row[:, None] & is_column[None, :]
-    tl.store(out_ptrs, tl.trans(total).to(out_ptr.dtype.element_ty), mask=inside)
+    store_turned(total, bias_ptr, out_ptr, expert, (row, end), (column, columns))
 
 
 @triton.jit

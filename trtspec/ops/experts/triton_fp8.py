@@ -19,7 +19,7 @@ from torch import Tensor
 from ..launch.triton import after_previous, dependent_launch
 from ..layer.fp8 import Fp8Weight
 from ..layer.triton_fp8 import as_read, codes_to, is_quick
-from .triton import TileShape, find_tile
+from .triton import TileShape, find_tile, store_turned
 
 
 class Tiles(NamedTuple):
@@ -139,9 +139,4 @@ def _scaled_matmul_kernel(
             scale = next_scale
     if tiles.BY_ROWS:
         total *= scale[:, None]
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + expert * columns + column, mask=column < columns, other=0.0)
-        total += bias.to(tl.float32)[:, None]
-    out_ptrs = out_ptr + row[:, None].to(tl.int64) * columns + column[None, :]
-    inside = (row[:, None] < end) & (column[None, :] < columns)
-    tl.store(out_ptrs, tl.trans(total).to(out_ptr.dtype.element_ty), mask=inside)
+    store_turned(total, bias_ptr, out_ptr, expert, (row, end), (column, columns))
