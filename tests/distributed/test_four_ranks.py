@@ -17,6 +17,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2}, {}),
     ("qwen3_moe", {"num_attention_heads": 4, "num_experts": 8}, {"moe_expert_parallel_size": 2}),
     ("deepseek_v3", {}, {"enable_attention_dp": True, "moe_expert_parallel_size": 4}),
+    ("minimax_m2", {}, {"enable_attention_dp": True, "moe_expert_parallel_size": 4}),
 ]
 
 

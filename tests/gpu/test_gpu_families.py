@@ -36,6 +36,7 @@ CASES = [
     ("mimo", "mtp"), ("mimo", "vanilla"), ("qwen3_next", "mtp"), ("qwen3_next", "vanilla"),
     ("step_moe", "plain"), ("step_moe", "vanilla"), ("step_moe", "ngram"),
     ("gemma4_moe", "plain"), ("gemma4_moe", "ngram"), ("gemma4_moe", "assistant"),
+    ("mixtral", "ngram"), ("minimax_m2", "ngram"), ("minimax_m2", "eagle3"),
     ("gpt_oss", "ngram"), ("gpt_oss", "eagle3"), ("mxfp4", "plain"), ("mxfp4", "ngram"),
 ]  # fmt: skip
 
@@ -46,7 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"num_hidden_layers": LAYERS, "seed": 2}
     tiny_model_dir(path, "mistral", sliding_window=12, **shape).rename(path / "mistral")
     tiny_model_dir(path, "qwen3", **shape).rename(path / "qwen3")
-    tiny_model_dir(path, "qwen3_moe", **shape).rename(path / "qwen3_moe")
+    for family in ("qwen3_moe", "mixtral", "minimax_m2"):
+        tiny_model_dir(path, family, **shape).rename(path / family)
     latent = {"moe_intermediate_size": 32, "v_head_dim": 16, "num_mtp_layers": 1}
     mtp_model_dir(path, layout="deepseek_v3", **latent).rename(path / "deepseek_v3")
     for layout in ("mimo", "qwen3_next"):

@@ -127,7 +127,7 @@ def to_blocks(path: Path, block: tuple[int, int]) -> Path:
     twin = load_file(path / "model.safetensors")
     tensors, generator = {}, torch.Generator().manual_seed(2)
     for name, weight in list(twin.items()):
-        if not re.search(r"layers\.\d+\..*proj.*\.weight$", name):
+        if not re.search(r"layers\.\d+\..*(proj.*|\.w[123])\.weight$", name):
             tensors[name] = weight
             continue
         *stack, rows, columns = weight.shape

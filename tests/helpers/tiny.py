@@ -41,6 +41,11 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "norm_topk_prob": True,
     },
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40},
+    "minimax_m2": {
+        "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24,
+        "rotary_dim": 8,
+    },
     "deepseek_v3": {
         "num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 12,
         "qk_rope_head_dim": 16, "v_head_dim": 10, "num_nextn_predict_layers": 0,

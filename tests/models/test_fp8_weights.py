@@ -296,12 +296,13 @@ MODELS: dict[str, tuple[Callable[[Path], Path], list[tuple[int, int]]]] = {
     "qwen3_moe": (
         lambda p: tiny_model_dir(p, "qwen3_moe", moe_intermediate_size=96), [(2, 1), (2, 2)]
     ),
+    "minimax_m2": (lambda p: tiny_model_dir(p, "minimax_m2", intermediate_size=64), []),
     "step": (
         lambda p: step_dir(p, **{**STEP_MOE, "moe_intermediate_size": 32}), [(2, 1), (2, 2)]
     ),
 }  # fmt: skip
 CASES = [(name, *ranks) for name, (_, splits) in MODELS.items() for ranks in splits]
-HAVE_EXPERTS = {"deepseek", "qwen3_moe", "step"}
+HAVE_EXPERTS = {"deepseek", "qwen3_moe", "step", "minimax_m2"}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -59,6 +59,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
                             "partial_rotary_factor": 0.25},
     }),
     ("qwen3_moe", {}),
+    ("mixtral", {}),
+    ("mixtral", {"sliding_window": 7, "num_experts_per_tok": 1}),
+    ("minimax_m2", {}),
+    ("minimax_m2", {"rotary_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 4}),
     ("qwen3_moe", {"norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 7}),
 ]  # fmt: skip
 

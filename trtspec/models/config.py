@@ -21,6 +21,7 @@ class MoENames:
     router_bias: str = ""  # "": it has none
     correction_bias: str = "mlp.gate.e_score_correction_bias"
     expert: str = "mlp.experts.{expert}.{part}.weight"  # without {expert}: all, stacked [E, …]
+    parts: Mapping[str, str] = field(default_factory=dict)  # other names of gate_proj and so on
     expert_bias: str = ""  # of all, stacked [E, out]; "": they have none
     has_gate_up: bool = False  # gate_proj and up_proj are one tensor, `gate_up_proj`
     interleaves: bool = False  # its rows are a gate's and an up's in turn; else gates come first
@@ -89,6 +90,7 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norms_all_heads: bool = False  # then over all heads at once, not over each (MiniMax-M2)
     norm_offset: float = 0.0  # added to the weight of every RMSNorm
     sandwich_norms: bool = False  # a norm before and after attention and MLP (Gemma)
     value_norm: bool = False  # values have the keys' norm too, without a weight (Gemma-4)

@@ -51,6 +51,10 @@ def _problem(config: DecoderConfig, size: int, cuts_heads: bool) -> str | None:
         for name, value in sizes.items():
             if value % size:
                 return f"layer {layer} has {name} {value}"
+        if cuts_heads and layer_config.qk_norm and layer_config.norms_all_heads:
+            return (
+                f"layer {layer} has norms over all heads at once (enable_attention_dp keeps them)"
+            )
         heads = layer_config.num_kv_heads
         if cuts_heads and layer_config.mla is None and heads % size and size % heads:
             return f"layer {layer} has {heads} KV heads"

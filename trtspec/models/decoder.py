@@ -97,9 +97,12 @@ class Attention(nn.Module):
         self.g_proj: Linear | None = None
         if config.head_gate:
             self.g_proj = Linear(size, config.num_heads, bias=False, shard=parallel.heads())
-        norm = config.head_dim, config.rms_norm_eps, config.norm_offset
-        self.q_norm = RMSNorm(*norm) if config.qk_norm else None
-        self.k_norm = RMSNorm(*norm) if config.qk_norm else None
+        self.q_norm = self.k_norm = None
+        self.norms_all_heads = config.norms_all_heads
+        if config.qk_norm:
+            together = (config.num_heads, config.num_kv_heads) if self.norms_all_heads else (1, 1)
+            norm = config.rms_norm_eps, config.norm_offset
+            self.q_norm, self.k_norm = (RMSNorm(n * config.head_dim, *norm) for n in together)
 
     def forward(
         self,
@@ -130,12 +133,23 @@ class Attention(nn.Module):
     @property
     def qk_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
         """The norms of queries and keys, by head."""
-        return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        if self.q_norm is None or self.k_norm is None or self.norms_all_heads:
+            return None
+        return self.q_norm, self.k_norm
+
+    def _heads(self, outputs: Tensor, q_heads: int) -> Tensor:
+        """[T, (q_heads + 2 * Hkv) * D] -> [T, q_heads + 2 * Hkv, D], after norms over all heads."""
+        if self.norms_all_heads and self.q_norm is not None and self.k_norm is not None:
+            keys = self.num_kv_heads * self.head_dim
+            q, k, v = outputs.split([q_heads * self.head_dim, keys, keys], dim=-1)
+            normed = self.q_norm(q) if q_heads else q
+            outputs = torch.cat((normed, self.k_norm(k), v), dim=-1)
+        return outputs.view(len(outputs), -1, self.head_dim)
 
     def write_heads(self, kv: Tensor, rope: Rope, meta: AttentionMetadata) -> None:
         """Writes keys and values to the cache: kv [T, 2 * Hkv * D], before norms and RoPE."""
         to = CacheWrite.of(meta, self.kv_group, self.cache_layer, self.sanitize_kv)
-        heads = kv.unflatten(-1, (2 * self.num_kv_heads, self.head_dim))
+        heads = self._heads(kv, 0)
         rope_and_write(heads, rope, 0, to, self.qk_norms, self.norms_values)
 
     def write_kv(self, inputs: Inputs, norms: Norms, rope: Rope, meta: AttentionMetadata) -> None:
@@ -156,9 +170,14 @@ class Attention(nn.Module):
         meta: AttentionMetadata,
     ) -> Tensor:
         to = CacheWrite.of(meta, self.kv_group, self.cache_layer, self.sanitize_kv)
-        q = qkv_rope_and_write(
-            inputs, self.qkv_proj, norms, rope, self.num_heads, to, self.qk_norms, self.norms_values
-        )
+        if self.norms_all_heads:
+            heads = self._heads(linear(inputs, self.qkv_proj, norms), self.num_heads)
+            q = rope_and_write(heads, rope, self.num_heads, to)
+        else:
+            of_heads = self.qk_norms, self.norms_values
+            q = qkv_rope_and_write(
+                inputs, self.qkv_proj, norms, rope, self.num_heads, to, *of_heads
+            )
         cached = CachedLayer.of(
             meta,
             self.kv_group,
@@ -177,9 +196,7 @@ class Attention(nn.Module):
         rope: Rope,
         dense: DensePass,
     ) -> Tensor:
-        qkv = linear(inputs, self.qkv_proj, norms).view(
-            -1, self.num_heads + 2 * self.num_kv_heads, self.head_dim
-        )
+        qkv = self._heads(linear(inputs, self.qkv_proj, norms), self.num_heads)
         q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         qk_norms = self.qk_norms
         if qk_norms is not None:

@@ -207,7 +207,7 @@ def _expert_placements(
         if "{expert}" in names.expert:
             cut = _width_cut(experts, part, shape)
             for e in range(experts.total):
-                source = names.expert.format(expert=e, part=part)
+                source = names.expert.format(expert=e, part=names.parts.get(part, part))
                 placement_of[beside(name, source)] = Placement(
                     module,
                     leaf,

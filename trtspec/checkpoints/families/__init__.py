@@ -12,6 +12,7 @@ from .gemma import gemma2, gemma3, gemma4
 from .glm import glm4_moe, glm4_moe_lite
 from .gpt_oss import gpt_oss
 from .llama import llama, mistral, qwen2, qwen3, qwen3_moe
+from .mixtral import minimax_m2, mixtral
 from .step import step3p5, step3p5_as_qwen3
 
 _GELU = ("gelu_pytorch_tanh",)
@@ -23,6 +24,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("qwen3", qwen3),
     "glm4_moe": Family("glm4_moe", glm4_moe, has_partial_rotary=True),
     "qwen3_moe": Family("qwen3_moe", qwen3_moe),
+    "mixtral": Family("mixtral", mixtral),
+    "minimax_m2": Family("minimax_m2", minimax_m2, has_partial_rotary=True),
     "gpt_oss": Family("gpt_oss", gpt_oss),
     "mimo": Family("qwen2", qwen2),  # Qwen2 with MTP layers beside it, under its own name
     "qwen2_vl_text": Family("qwen2_vl_text", qwen2, has_mrope=True),

@@ -90,6 +90,32 @@ def gpt_oss_moe(hf: Any, where: Path) -> MoEConfig:
     )
 
 
+_MIXTRAL_NAMES = MoENames(
+    router="block_sparse_moe.gate.weight",
+    correction_bias="block_sparse_moe.e_score_correction_bias",
+    expert="block_sparse_moe.experts.{expert}.{part}.weight",
+    parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+)
+
+
+def mixtral_moe(hf: Any, where: Path, has_bias: bool) -> MoEConfig:
+    """Mixtral's: softmax over the chosen experts, which is softmax over all, normalized. With a
+    bias MiniMax-M2's: sigmoids, and a bias for the choice.
+
+    Raises:
+        CheckpointError: as `deepseek_moe`.
+    """
+    count = _count(hf, "num_local_experts", _COUNTS, where)
+    return MoEConfig(
+        num_experts=count,
+        experts_per_token=_count(hf, "num_experts_per_tok", range(1, count + 1), where),
+        intermediate_size=_count(hf, "intermediate_size", _SIZES, where),
+        scoring="sigmoid" if has_bias else "softmax",
+        has_correction_bias=has_bias,
+        names=_MIXTRAL_NAMES,
+    )
+
+
 def step_moe(raw: Mapping[str, Any], where: Path) -> MoEConfig:
     """Step-3.5's, by its own names: DeepSeek-V3's router without groups, one shared expert. Scores
     are taken in float32 here whatever `need_fp32_gate` says.
