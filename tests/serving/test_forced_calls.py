@@ -24,6 +24,7 @@ from trtspec.serving.tool_formats import (
     HERMES,
     KIMI,
     LLAMA,
+    MINIMAX,
     MISTRAL,
     Format,
 )
@@ -57,10 +58,13 @@ FORMS = [
     (DEEPSEEK, "```json"),
     (DEEPSEEK, ""),
     (KIMI, ""),
+    (MINIMAX, ""),
     (GPT_OSS, ""),
 ]
 TEXTS = [bytes([i]) for i in range(256)]
-TEXTS += [f"</{name}>".encode() for name in ("parameter", "arg_value", "function", "tool_call")]
+TEXTS += [
+    f"</{name}>".encode() for name in ("parameter", "arg_value", "function", "tool_call", "invoke")
+]
 TEXTS += [marker.encode() for marker in (*DEEPSEEK.markers, *KIMI.markers)]
 END = len(TEXTS)
 VOCABULARY = xgrammar.TokenizerInfo([*TEXTS, b"</s>"], vocab_size=END + 1, stop_token_ids=[END])

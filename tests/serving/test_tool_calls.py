@@ -24,13 +24,16 @@ from trtspec.serving.tool_formats import (
     HERMES,
     KIMI,
     LLAMA,
+    MINIMAX,
     MISTRAL,
     Format,
     format_of,
 )
 from trtspec.serving.tool_syntax import deepseek_marker
 
-FORMATS = (HERMES, FUNCTION_TAGS, ARGUMENT_TAGS, MISTRAL, LLAMA, DEEPSEEK, KIMI, GEMMA)
+FORMATS = (
+    HERMES, FUNCTION_TAGS, ARGUMENT_TAGS, MISTRAL, LLAMA, DEEPSEEK, KIMI, MINIMAX, GEMMA,
+)  # fmt: skip
 CALLS_BEGIN, CALLS_END, BEGIN, END, SEP = map(
     deepseek_marker,
     ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep"),
@@ -83,6 +86,11 @@ def written(form: Format, calls: list[tuple[str, dict[str, Any]]]) -> str:
                 f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>"
                 f"{body}<|tool_call_end|>"
             )
+        elif form is MINIMAX:
+            pairs = "".join(
+                f'<parameter name="{k}">{tag_value(v)}</parameter>\n' for k, v in arguments.items()
+            )
+            texts.append(f'<invoke name="{name}">\n{pairs}</invoke>')
         else:
             texts.append(f"<|tool_call>call:{name}{gemma_value(arguments)}<tool_call|>")
     if form is LLAMA:
@@ -91,6 +99,8 @@ def written(form: Format, calls: list[tuple[str, dict[str, Any]]]) -> str:
         return CALLS_BEGIN + "\n".join(texts) + CALLS_END
     if form is KIMI:
         return f"<|tool_calls_section_begin|>{''.join(texts)}<|tool_calls_section_end|>"
+    if form is MINIMAX:
+        return "<minimax:tool_call>\n" + "\n".join(texts) + "\n</minimax:tool_call>"
     return "\n".join(texts)
 
 
@@ -135,7 +145,7 @@ def test_calls_are_found_in_any_pieces(
     assert parsed(form, cut(text, places)) == whole
     assert whole[1] == calls
     rest = after if form is LLAMA else before.rstrip() + after
-    assert whole[0].split() == (rest if rest.strip() else "").split()
+    assert "".join(whole[0].split()) == "".join(rest.split())
     assert parsed(form, list(text)) == whole
 
 
@@ -186,6 +196,8 @@ def test_nonsense_gives_the_same_in_any_pieces_and_is_not_lost(
         (LLAMA, '<|python_tag|>brave_search.call(query="x")'),
         (DEEPSEEK, f"{CALLS_BEGIN}{BEGIN}f{SEP}{{]{END}{CALLS_END}"),
         (KIMI, "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{<|tool_call_end|>"),
+        (MINIMAX, '<invoke name="f">\n<parameter name="x">1</invoke>'),
+        (MINIMAX, '<minimax:tool_call>\n<invoke name="f" and more text'),
         (GEMMA, "<|tool_call>call:f{x:}<tool_call|>"),
         (GEMMA, "<|tool_call>call:f{x:" + "[" * 5000 + "<tool_call|>"),
     ],
@@ -206,6 +218,8 @@ def test_an_end_marker_inside_a_value_belongs_to_it() -> None:
     assert parsed(HERMES, list(text)) == ("done", [("run", {"code": code})])
     text = f"<tool_call><function=run><parameter=code>\n{code}\n</parameter></function></tool_call>"
     assert parsed(FUNCTION_TAGS, list(text)) == ("", [("run", {"code": code})])
+    text = f'<invoke name="run"><parameter name="code">{code}</invoke></parameter></invoke>'
+    assert parsed(MINIMAX, list(text)) == ("", [("run", {"code": f"{code}</invoke>"})])
     for form in (DEEPSEEK, KIMI):
         calls = [("run", {"code": f"a {form.inner[0]} b"})]
         assert parsed(form, list(written(form, calls))) == ("", calls)
@@ -221,12 +235,14 @@ def test_an_escaped_quote_does_not_end_its_text(form: Format) -> None:
     assert parsed(form, list(text)) == parsed(form, [text]) and parsed(form, [text])[1] == calls
 
 
-@pytest.mark.parametrize("form", [HERMES, FUNCTION_TAGS, ARGUMENT_TAGS, DEEPSEEK, KIMI, GEMMA])
+@pytest.mark.parametrize(
+    "form", [HERMES, FUNCTION_TAGS, ARGUMENT_TAGS, DEEPSEEK, KIMI, MINIMAX, GEMMA]
+)
 def test_a_last_call_without_its_end_marker_counts(form: Format) -> None:
     calls = [("f", {"x": 1})]
     text = written(form, calls)
     for marker in (*form.wrappers, *form.inner[:1]):
-        text = text.removesuffix(marker)
+        text = text.rstrip().removesuffix(marker)
     assert parsed(form, [text]) == ("", calls)
 
 
@@ -259,7 +275,7 @@ TOOLS = [
 ]
 
 
-@pytest.mark.parametrize("form", [FUNCTION_TAGS, ARGUMENT_TAGS], ids=lambda f: f.name)
+@pytest.mark.parametrize("form", [FUNCTION_TAGS, ARGUMENT_TAGS, MINIMAX], ids=lambda f: f.name)
 def test_values_in_tags_have_the_types_of_the_schema(form: Format) -> None:
     text = written(form, [("f", {"zip": "01234", "n": 7, "any": [1], "no": "x"})])
     expected = {"zip": "01234", "n": 7, "any": [1], "no": "x"}
@@ -268,7 +284,7 @@ def test_values_in_tags_have_the_types_of_the_schema(form: Format) -> None:
     assert parsed(form, [text], TOOLS)[1] == [("f", {"zip": '"quoted"', "n": "many"})]
 
 
-@pytest.mark.parametrize("form", [FUNCTION_TAGS, ARGUMENT_TAGS], ids=lambda f: f.name)
+@pytest.mark.parametrize("form", [FUNCTION_TAGS, ARGUMENT_TAGS, MINIMAX], ids=lambda f: f.name)
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
@@ -321,6 +337,7 @@ def test_half_a_surrogate_pair_can_be_sent() -> None:
         ('<|start_header_id|>{"name": function name, "parameters": dictionary}', LLAMA),
         (f"{CALLS_BEGIN}{BEGIN}' + tool['type']", DEEPSEEK),
         ("<|tool_calls_section_begin|><|tool_call_begin|>", KIMI),
+        ('<minimax:tool_call>\n<invoke name="tool-name-1">', MINIMAX),
         ("<|tool_call>call:' + name", GEMMA),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", None),
     ],

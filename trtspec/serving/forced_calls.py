@@ -60,6 +60,14 @@ _FRAMES = {  # by the name of the format
         end="<|tool_calls_section_end|>",
         after_number="<|tool_call_argument_begin|>",
     ),
+    "minimax": Frame(
+        '<invoke name="NAME">\n',
+        "</invoke>\n",
+        "",
+        begin="<minimax:tool_call>\n",
+        end="</minimax:tool_call>",
+        style="minimax_xml",
+    ),
     # Its call ends with a token that ends the output, which no grammar may ask for.
     "gpt_oss": Frame(
         "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", None

@@ -19,6 +19,7 @@ from .tool_syntax import (
     parse_gemma,
     parse_gpt_oss,
     parse_hermes,
+    parse_invoke,
     parse_kimi,
 )
 
@@ -98,6 +99,14 @@ KIMI = Format(
     wrappers=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     inner=("<|tool_call_end|>", "<|tool_call_argument_begin|>"),
 )
+MINIMAX = Format(
+    "minimax",
+    _tagged(
+        '<invoke name="', "</invoke>", parse_invoke, ends_within("<parameter name=", "</parameter>")
+    ),
+    wrappers=("<minimax:tool_call>", "</minimax:tool_call>"),
+    inner=("</invoke>",),
+)
 GEMMA = Format(
     "gemma",
     _tagged(
@@ -112,6 +121,7 @@ GPT_OSS = Format(
 _SIGNS: tuple[tuple[tuple[str, ...], Format], ...] = (
     ((deepseek_marker("call\u2581begin"),), DEEPSEEK),
     (("<|tool_call_begin|>",), KIMI),
+    (("<minimax:tool_call>",), MINIMAX),
     (("[TOOL_CALLS]",), MISTRAL),
     (("<|tool_call>",), GEMMA),
     (("<|channel|>commentary", "functions."), GPT_OSS),

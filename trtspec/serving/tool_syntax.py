@@ -159,6 +159,17 @@ def parse_bare_function(inner: str, tools: Tools) -> Call:
     return parse_function_tags(f"<function={inner}", tools)
 
 
+_NAMED_PARAMETER = re.compile(r'\s*<parameter name="([^"\n]+)">(.*?)</parameter>', re.DOTALL)
+
+
+def parse_invoke(inner: str, tools: Tools) -> Call:
+    """Reads `NAME"><parameter name="KEY">VALUE</parameter>…`."""
+    name, found, body = inner.partition('">')
+    if not found:
+        raise ValueError("no function")
+    return _call_of_tags(name, body, _NAMED_PARAMETER, tools)
+
+
 _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
