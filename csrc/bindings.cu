@@ -147,6 +147,14 @@ void linear_rope(TensorView x0, Optional<TensorView> x1, Optional<TensorView> no
   run(Epilogue::kRope, p, x0);
 }
 
+void check_fp4(const TensorView& weight, const TensorView& scales) {
+  const int64_t steps = trtspec::fp4_steps(static_cast<int>(weight.size(2)) * 64);
+  check(is_dense(weight) && weight.size(3) == 8 && weight.size(4) == 32, "codes by 8 rows, 64 columns");
+  check(is_dense(scales) && scales.size(0) == weight.size(0) && scales.size(1) == weight.size(1) &&
+            scales.size(2) == steps && scales.size(3) == 8 && scales.size(4) == 4,
+        "scales by 8 rows, 128 columns");
+}
+
 trtspec::ExpertParams stacked(const TensorView& ids, const TensorView& weights,
                               const TensorView& weight, const Optional<TensorView>& scales,
                               int64_t group, const Optional<TensorView>& bias) {
@@ -171,11 +179,14 @@ trtspec::ExpertParams stacked(const TensorView& ids, const TensorView& weights,
     const TensorView& of = scales.value();
     p.scales = of.data_ptr();
     p.group = static_cast<int>(group), p.groups = static_cast<int>(of.size(2));
-    check(is_dense(of) && of.size(0) == p.experts && of.size(1) == weight.size(1), "scales of each row");
     check(p.k % 64 == 0, "inputs by 64");
-    check(is_fp4 ? p.groups == trtspec::fp4_steps(p.k)
-                 : (p.groups == 1 || group % 64 == 0) && (p.k + group - 1) / group == p.groups,
-          "a scale for each group of each row, FP8's groups by 64");
+    if (is_fp4) {
+      check_fp4(weight, of);
+    } else {
+      check(is_dense(of) && of.size(0) == p.experts && of.size(1) == p.n, "scales of each row");
+      check((p.groups == 1 || group % 64 == 0) && (p.k + group - 1) / group == p.groups,
+            "a scale for each group of each row, groups by 64");
+    }
   }
   if (bias.has_value()) {
     const TensorView& of = bias.value();
@@ -239,10 +250,7 @@ void expert_tiles(TensorView x, Optional<TensorView> rows, TensorView ends, Tens
   check(is_dense(ends) && ends.size(0) == p.experts && ends.dtype().bits == 32,
         "an end of each expert, int32");
   check(p.experts <= trtspec::kTiledExperts, "at most 1,024 experts");
-  check(is_dense(weight) && weight.size(3) == 8 && weight.size(4) == 32, "codes by 8 rows, 64 columns");
-  check(is_dense(scales) && scales.size(0) == p.experts && scales.size(1) == weight.size(1) &&
-            scales.size(2) == trtspec::fp4_steps(p.k) && scales.size(3) == 8 && scales.size(4) == 4,
-        "scales by 8 rows, 128 columns");
+  check_fp4(weight, scales);
   check(p.n % trtspec::kItemRows == 0 && trtspec::fp4_steps(p.k) >= trtspec::kTeamWarps,
         "outputs by 32, more than 384 inputs");
   check(x.size(1) == p.k && x.stride(1) == 1 && x.stride(0) % 8 == 0, "rows of the inputs' size");

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
 from typing import Any
@@ -340,13 +340,20 @@ def _of_four_bits(
     return kept
 
 
+_EXPERTS_AT_ONCE = 4
+
+
 def _place_fp4(to: Fp4Weight, source: TensorSource, placement: Placement) -> None:
     assert isinstance(source.scaled, Mxfp4Tensor)
-    parts = source.scaled.read_fp4(placement.cut)
-    # Put in order on the device: that is some ten passes over a stack.
-    blocks, scales = (_arranged(part, placement).to(to.codes.device) for part in parts)
-    for part, tensor in zip(to, fp4.from_checkpoint(blocks, scales), strict=True):
-        part.copy_(tensor)
+    experts = placement.experts or Cut(0, 0, len(to.codes), len(to.codes))
+    parts = [part.narrow(0, *experts[1:3]) for part in source.scaled.read_fp4(placement.cut)]
+    of_rows = replace(placement, experts=None)
+    # Put in order on the device, where that takes five times a few experts' memory.
+    for first in range(0, len(to.codes), _EXPERTS_AT_ONCE):
+        few = slice(first, first + _EXPERTS_AT_ONCE)
+        blocks, scales = (_arranged(part[few].to(to.codes.device), of_rows) for part in parts)
+        for part, tensor in zip(to, fp4.from_checkpoint(blocks, scales), strict=True):
+            part[few].copy_(tensor)
 
 
 def _hold(model: nn.Module, into: Mapping[_Leaf, _Into]) -> None:

@@ -339,8 +339,8 @@ def _load_target(
             f"GPU memory ran out while {directory} was loaded in {dtype}: {free:.1f} of "
             f"{total:.1f} GiB are free. Free some, or use a smaller model or dtype."
         ) from error
-    if device.type == "cuda" and engine.quant is not None:
-        torch.cuda.empty_cache()  # what quantising took is free for the KV cache
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what making the weights took is free for the KV cache
     return LoadedTarget(model=model, directory=directory, options=options)
 
 

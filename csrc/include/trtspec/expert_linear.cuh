@@ -151,11 +151,9 @@ __global__ void __launch_bounds__(kWarps * 32)
       reinterpret_cast<uint2*>(shared + kDepth * kParts * kThreads * 16) + threadIdx.x;
   char* const resting = shared + kDepth * kThreads * kExpertStageBytes<kBits, kDown>;
 
-  // Where this lane's piece of x is in a step's columns. Of MXFP4 codes two pieces are of a block's first
-  // half, and two of its second.
+  // Where this lane's piece of x is in a step's columns.
   auto column_of = [&](int piece) {
-    return kBits == 4 ? t / 2 * 64 + piece / 2 * 32 + t % 2 * 16 + piece % 2 * 8
-                      : (t * kPieces + piece) * 8;
+    return kBits == 4 ? fp4_column(t, piece) : (t * kPieces + piece) * 8;
   };
   auto is_inside = [&](int step) { return kBits > 4 || step * kStep + t / 2 * 64 < p.k; };
 
@@ -196,10 +194,10 @@ __global__ void __launch_bounds__(kWarps * 32)
     const int64_t bytes = static_cast<int64_t>(p.k) * kBits / 8;
     const char* const weight = static_cast<const char*>(p.weight);
     const char* const scales = static_cast<const char*>(p.scales);
-    if constexpr (kBits == 4) {  // eight rows lie together
-      const int in_group = t / 2 * 256 + (g ^ t / 2 * 2) * 32 + t % 2 * 16;
-      w_lo = weight + (row + n_lo - g) * bytes + in_group, w_hi = weight + (row + n_hi - g) * bytes + in_group;
-      s_lo = scales + (row + n_lo - g) * steps * 4 + g * 4, s_hi = scales + (row + n_hi - g) * steps * 4 + g * 4;
+    if constexpr (kBits == 4) {
+      const int64_t lo = row + n_lo - g, hi = row + n_hi - g;  // groups' first rows
+      w_lo = weight + lo * bytes + fp4_place(g, t), w_hi = weight + hi * bytes + fp4_place(g, t);
+      s_lo = scales + lo * steps * 4 + g * 4, s_hi = scales + hi * steps * 4 + g * 4;
     } else {
       w_lo = weight + (row + n_lo) * bytes + t * 16, w_hi = weight + (row + n_hi) * bytes + t * 16;
       s_lo = scales + (row + n_lo) * p.groups * 4, s_hi = scales + (row + n_hi) * p.groups * 4;
@@ -209,14 +207,14 @@ __global__ void __launch_bounds__(kWarps * 32)
     if (next >= turns) return;
     if constexpr (kBits == 4) {
       const bool inside = is_inside(next_step);
-      copy_16_if(place(stage, 0), w_lo + next_step * 512, inside);
-      copy_16_if(place(stage, 1), w_hi + next_step * 512, inside);
+      copy_16_if(place(stage, 0), w_lo + next_step * kGroupCodes, inside);
+      copy_16_if(place(stage, 1), w_hi + next_step * kGroupCodes, inside);
     } else {
       copy_16(place(stage, 0), w_lo + next_step * 64);
       copy_16(place(stage, 1), w_hi + next_step * 64);
     }
     if constexpr (kBits < 16) {
-      const int of = kBits == 4 ? next_step * 32 : next_step * kStep / p.group * 4;
+      const int of = kBits == 4 ? next_step * kGroupScales : next_step * kStep / p.group * 4;
       copy_4(&my_scales[stage * kThreads].x, s_lo + of);
       copy_4(&my_scales[stage * kThreads].y, s_hi + of);
     }

@@ -1,7 +1,7 @@
 // One product of a mixture of experts in MXFP4, of rows sorted by expert. Weights are the 16-row operand of
 // the tensor cores and become bf16 in registers; rows of x are columns, and rest in shared memory.
 //
-// An expert's rows are cut into tiles of up to 24, and a tile's outputs into items of 32. There is one block
+// An expert's rows are cut into tiles of up to 24, and a tile's outputs into items of 32: four groups. There is one block
 // for each multiprocessor, and each has as many items, one after the other: so few blocks change from one
 // tile to the next. A team of four warps makes an item, and divides k. While a warp multiplies, what it will
 // multiply next is on its way into registers.
@@ -22,8 +22,6 @@ namespace trtspec {
 constexpr int kTeams = 3, kTeamWarps = 4, kTiledThreads = kTeams * kTeamWarps * 32;
 constexpr int kItemRows = 32, kColumns = 3;  // outputs of an item; eights of rows of x, at most
 constexpr int kTiledExperts = 1024;
-// A group has eight weight rows, and an item four groups. Bytes that a group has of a step:
-constexpr int kGroupCodes = kFp4Step / 2 * 8, kGroupScales = 4 * 8;
 
 struct TiledExpertParams {
   const void* x;
@@ -39,8 +37,6 @@ struct TiledExpertParams {
   int tile_rows;       // rows of a tile: by 8, up to those of kColumns
   Gate gate;
 };
-
-__host__ __device__ constexpr int fp4_steps(int k) { return (k + kFp4Step - 1) / kFp4Step; }
 
 // Bytes between rows of x in shared memory, so that banks do not collide.
 __host__ __device__ constexpr int tile_pitch(int k) { return fp4_steps(k) * kFp4Step * 2 + 64; }
@@ -176,13 +172,13 @@ __global__ void __launch_bounds__(kTiledThreads)
     }
     return from;
   };
-  // The first weight row of an item, and how far behind it the four groups begin: of two, then of two more,
-  // the rows that a lane's sums lo and hi are of.
+  // The first weight row of an item, and how far behind it its four groups begin. Groups 0 and 1 are a
+  // lane's rows lo and hi, then 2 and 3 are; where outputs are gated, these are a gate's row and its up's.
   auto first_row = [&](int item) { return item * (kGated ? kItemRows / 2 : kItemRows); };
   auto behind = [&](int i) { return kGated ? i / 2 * 8 + i % 2 * (p.n / 2) : i * 8; };
 
-  // What is fetched next. Behind the last item it is that one again, so that nothing depends on whether
-  // loads were made. Behind k there are zeros of x, which any codes do for.
+  // What is fetched next. After the last item it is fetched again and not used: loads without a condition
+  // need no branch. Behind k there are zeros of x, which any codes do for.
   int next_tile = first_tile, next_item = first_item, next_step = begin;
   int entered_tile = -1, entered = 0;  // the tile of what is fetched, and its expert
   const int own_steps = (p.k - t / 2 * 64 + kFp4Step - 64) / kFp4Step;  // that this lane has codes in
@@ -195,9 +191,7 @@ __global__ void __launch_bounds__(kTiledThreads)
     }
     if (entered_tile != next_tile) entered_tile = next_tile, entered = expert_of(next_tile);
     const int64_t row = static_cast<int64_t>(entered) * p.n + first_row(next_item);
-    // This lane's codes are of the step's first or second block, where rows are in another order.
-    const int in_group = t / 2 * 256 + (g ^ t / 2 * 2) * 32 + t % 2 * 16;
-    codes_at = static_cast<const char*>(p.weight) + row * code_row + in_group;
+    codes_at = static_cast<const char*>(p.weight) + row * code_row + fp4_place(g, t);
     scales_at = static_cast<const char*>(p.scales) + row * scale_row + g * 4;
   };
   auto fetch = [&](Fp4Piece& piece, int zero) {
@@ -218,6 +212,7 @@ __global__ void __launch_bounds__(kTiledThreads)
   fetch(now, 0);
 
   // The tile whose rows rest in shared memory.
+  // (`next_rows` goes on by one tile, and so is called for the first, too.)
   int tile = first_tile - 1, expert = 0, first_pair = 0, count = 0, columns = 0;
   int item = first_item + items_a_tile, step = begin;
   auto is_tile_done = [&] { return item >= (tile == last_tile ? last_item + 1 : items_a_tile); };
@@ -231,9 +226,8 @@ __global__ void __launch_bounds__(kTiledThreads)
     // Of a step's 16 pieces of 8 columns a lane multiplies four, which lie 64 bytes apart.
     const int pieces = steps * 16;
     for (int i = threadIdx.x; i < columns * 8 * pieces; i += kTiledThreads) {
-      const int row = i / pieces, piece = i % pieces, of_lane = piece % 4, part = piece / 4 % 4;
-      const int in_step = of_lane / 2 * 64 + part / 2 * 32 + of_lane % 2 * 16 + part % 2 * 8;
-      const int column = piece / 16 * kFp4Step + in_step;
+      const int row = i / pieces, piece = i % pieces;
+      const int column = piece / 16 * kFp4Step + fp4_column(piece % 4, piece / 4 % 4);
       const bool inside = row < count && column < p.k;
       const int64_t pair = first_pair + row;
       const bf16* from = static_cast<const bf16*>(p.x);

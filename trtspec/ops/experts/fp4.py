@@ -23,11 +23,8 @@ class Fp4Weight(NamedTuple):
     """A stack of weights [E, out, in], where 8 divides `out` and 64 `in`.
 
     The codes are in the order that kernels read: of 8 rows what they have in 64 columns lies
-    together. In every second of these blocks rows are in the order 2, 3, 0, 1, 6, 7, 4, 5, so
-    that shared memory's banks do not collide. The 64 codes of a row are 8 words, in whose bits
-    codes lie where few operations make bf16 of them (csrc/include/trtspec/fp4.cuh). Word i has
-    four pairs of neighbours, which columns 4 i, 4 i + 2, 32 + 4 i and 34 + 4 i begin. Each half of
-    a word has one of each pair.
+    together. There a row has 8 words. Word i has columns 4 i … 4 i + 3 and 32 + 4 i … 35 + 4 i,
+    whose bits lie where few operations make bf16 of them (csrc/include/trtspec/fp4.cuh).
     """
 
     codes: Tensor  # [E, out / 8, in / 64, 8, 32] uint8
@@ -67,12 +64,7 @@ def from_checkpoint(blocks: Tensor, scales: Tensor) -> Fp4Weight:
     groups = scales.shape[-1]
     padding = scales.new_zeros(*scales.shape[:-1], -groups % 4)
     words = torch.cat((scales, padding), dim=-1).unflatten(-1, (-1, 4))  # [E, out, W, 4]
-    codes = _by_eight(_in_order(blocks))
-    codes[:, :, 1::2] = codes[:, :, 1::2, _ODD_ROWS]
-    return Fp4Weight(codes, _by_eight(words))
-
-
-_ODD_ROWS = [row ^ 2 for row in range(ROWS)]
+    return Fp4Weight(_by_eight(_in_order(blocks)), _by_eight(words))
 
 
 def _by_eight(x: Tensor) -> Tensor:
@@ -109,9 +101,7 @@ def _out_of_order(codes: Tensor) -> Tensor:
 def dequantize(weight: Fp4Weight, dtype: torch.dtype) -> Tensor:
     """Returns the weights [E, out, in] in a float dtype."""
     table = torch.tensor([*MAGNITUDES, *(-x for x in MAGNITUDES)], device=weight.codes.device)
-    codes = weight.codes.clone()
-    codes[:, :, 1::2] = codes[:, :, 1::2, _ODD_ROWS]
-    numbers = _out_of_order(codes.transpose(2, 3).flatten(1, 2))  # [E, out, in / 64, 64]
+    numbers = _out_of_order(weight.codes.transpose(2, 3).flatten(1, 2))  # [E, out, in / 64, 64]
     groups = numbers.flatten(-2).unflatten(-1, (-1, GROUP))
     scales = weight.scales.transpose(2, 3).flatten(-2).flatten(1, 2)  # [E, out, groups]
     exponents = scales[..., : groups.shape[-2]].int() - 127

@@ -253,7 +253,7 @@ def combine(
         y: [T*k, D], sorted by expert.
         positions: [T*k] int64, each pair's position in that order.
         weights: [T, k].
-        residual: [T, D] that the sum is added to, in its memory; or None.
+        residual: [T, D] of rows in one piece each that the sum is added to, in its memory; or None.
     """
     chosen = y[positions].unflatten(0, weights.shape).float()  # [T, k, D]
     total = (chosen * weights[..., None]).sum(1)

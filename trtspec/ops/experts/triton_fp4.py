@@ -119,7 +119,7 @@ def _fp4_matmul_kernel(
             x_inside = is_row[None, :] & (d[:, None] < size)
             low_x = tl.load(x_ptrs + d[:, None], mask=x_inside, other=0.0)
             high_x = tl.load(x_ptrs + d[:, None] + _HALF, mask=x_inside, other=0.0)
-            begin_word = (start + block * 2 * _HALF) + (column % 8 ^ block * 2) * 8
+            begin_word = start + block * 2 * _HALF + column % 8 * 8
             inside = is_column & (start + block * 2 * _HALF < size)
             codes = tl.load(
                 codes_ptrs[:, None] + (begin_word[:, None] + word[None, :]),
