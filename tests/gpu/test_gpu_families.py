@@ -37,6 +37,7 @@ CASES = [
     ("step_moe", "plain"), ("step_moe", "vanilla"), ("step_moe", "ngram"),
     ("gemma4_moe", "plain"), ("gemma4_moe", "ngram"), ("gemma4_moe", "assistant"),
     ("mixtral", "ngram"), ("minimax_m2", "ngram"), ("minimax_m2", "eagle3"),
+    ("olmo3", "eagle3"), ("exaone4", "ngram"), ("smollm3", "ngram"),
     ("gpt_oss", "ngram"), ("gpt_oss", "eagle3"), ("mxfp4", "plain"), ("mxfp4", "ngram"),
 ]  # fmt: skip
 
@@ -47,8 +48,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"num_hidden_layers": LAYERS, "seed": 2}
     tiny_model_dir(path, "mistral", sliding_window=12, **shape).rename(path / "mistral")
     tiny_model_dir(path, "qwen3", **shape).rename(path / "qwen3")
-    for family in ("qwen3_moe", "mixtral", "minimax_m2"):
+    for family in ("qwen3_moe", "mixtral", "minimax_m2", "smollm3"):
         tiny_model_dir(path, family, **shape).rename(path / family)
+    for family in ("olmo3", "exaone4"):
+        tiny_model_dir(path, family, sliding_window=12, **shape).rename(path / family)
     latent = {"moe_intermediate_size": 32, "v_head_dim": 16, "num_mtp_layers": 1}
     mtp_model_dir(path, layout="deepseek_v3", **latent).rename(path / "deepseek_v3")
     for layout in ("mimo", "qwen3_next"):

@@ -37,6 +37,8 @@ YARN = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
 
+TYPES = ["full_attention", "sliding_attention", "full_attention"]
+
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
@@ -58,6 +60,33 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    ("seed_oss", {"head_dim": 16}),
+    ("seed_oss", {"head_dim": 8, "attention_bias": False, "attention_out_bias": True}),
+    ("smollm3", {"no_rope_layer_interval": 2}),
+    ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 7}),
+    ("olmo2", {"attention_bias": True}),
+    ("olmo2", {"rope_parameters": YARN, "num_key_value_heads": 6}),
+    ("olmo3", {"sliding_window": 7, "layer_types": TYPES}),
+    (
+        "olmo3",
+        {
+            "sliding_window": 7,
+            "layer_types": TYPES,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    ("exaone4", {"sliding_window": 7, "layer_types": TYPES}),
+    (
+        "exaone4",
+        {
+            "sliding_window": None,
+            "rope_parameters": LLAMA3,
+            "layer_types": ["full_attention"] * 3,
+        },
+    ),
 ]
 
 
@@ -69,7 +98,6 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, overrides: dict[
     assert error < 1e-4
 
 
-TYPES = ["full_attention", "sliding_attention", "full_attention"]
 SCALED = {key: value for key, value in YARN.items() if key != "original_max_position_embeddings"}
 SCALED3 = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
 
@@ -329,7 +357,7 @@ QWEN_SLIDING = {"model_type": "qwen3", "sliding_window": 5}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "gpt2"}, r"model_type='gpt2'.*llama, mistral, .*qwen3, .*, gemma3, "),
+        ({"model_type": "gpt2"}, r"model_type='gpt2'.*llama, .*mistral, .*qwen3, .*, gemma3, "),
         ({"is_causal": False}, r"is_causal=False .* generates no text"),
         ({"model_type": None}, r"model_type=None"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"'dynamic'.*default, linear"),

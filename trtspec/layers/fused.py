@@ -174,7 +174,7 @@ def gated_mlp(
     hidden: Tensor,
     gate_up: Linear,
     down: Linear,
-    norm: RMSNorm,
+    norm: RMSNorm | None,
     between: GateAndMul,
     adds: bool,
     copy_to: Tensor | None = None,
@@ -187,7 +187,7 @@ def gated_mlp(
     """
     residual, is_swiglu = hidden if adds else None, not between.is_gelu and between.limit is None
     if not (is_swiglu and _multiplies_codes(gate_up) and _multiplies_codes(down)) or (
-        _kernels((hidden,), gate_up, (norm,)) is not None
+        norm is None or _kernels((hidden,), gate_up, (norm,)) is not None
     ):
         inner = gated(hidden, gate_up, norm, between)
         return linear((inner,), down, residual=residual, in_place=adds, copy_to=copy_to)
@@ -204,16 +204,16 @@ def gated_mlp(
     return out
 
 
-def gated(x: Tensor, layer: Linear, norm: RMSNorm, between: GateAndMul) -> Tensor:
+def gated(x: Tensor, layer: Linear, norm: RMSNorm | None, between: GateAndMul) -> Tensor:
     """Returns between(layer(norm(x))), [T, I], of a layer whose outputs are gate and up."""
-    kernels = _kernels((x,), layer, (norm,)) if between.limit is None else None
+    norms = () if norm is None else (norm,)
+    kernels = _kernels((x,), layer, norms) if between.limit is None else None
     is_served = not between.is_gelu or layer.fp8 is None  # gelu of FP8 products was not measured
     if kernels is None or layer.out_features % 16 or not is_served:
-        return between(linear((x,), layer, (norm,)))
+        return between(linear((x,), layer, norms))
     out = x.new_empty(x.shape[0], layer.out_features // 2)
-    kernels.linear_gated(
-        x, norm.weight, norm.eps, norm.offset, *_weight(layer), between.is_gelu, out
-    )
+    weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
+    kernels.linear_gated(x, weight, eps, offset, *_weight(layer), between.is_gelu, out)
     return out
 
 

@@ -93,6 +93,7 @@ class DecoderConfig:
     norms_all_heads: bool = False  # then over all heads at once, not over each (MiniMax-M2)
     norm_offset: float = 0.0  # added to the weight of every RMSNorm
     sandwich_norms: bool = False  # a norm before and after attention and MLP (Gemma)
+    post_norms: bool = False  # a norm after them alone (OLMo-2)
     value_norm: bool = False  # values have the keys' norm too, without a weight (Gemma-4)
     values_are_keys: bool = False  # of one matrix, before norm and rotation (Gemma-4)
     layer_scalar: bool = False  # a learned number multiplies each layer's output (Gemma-4)

@@ -240,7 +240,7 @@ class MLP(nn.Module):
         self.gate_and_mul = gate_and_mul(config.activation, config.swiglu_limit)
 
     def forward(
-        self, hidden: Tensor, norm: RMSNorm, adds: bool = True, copy_to: Tensor | None = None
+        self, hidden: Tensor, norm: RMSNorm | None, adds: bool = True, copy_to: Tensor | None = None
     ) -> Tensor:
         """hidden + MLP(norm(hidden)), [T, D], in hidden's memory; `adds=False` without hidden.
         `copy_to` [T, D] takes it too."""
@@ -344,6 +344,29 @@ class SandwichLayer(DecoderLayer):
         return self.per_layer(hidden, per_layer_input, self.layer_scalar)
 
 
+class PostNormLayer(DecoderLayer):
+    """OLMo-2's layer: the outputs of attention and MLP are normed, their inputs are not."""
+
+    def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
+        super().__init__(config, layer, backend, kv_group)
+        self.input_layernorm = None
+        norm = config.hidden_size, config.rms_norm_eps, config.norm_offset
+        self.post_feedforward_layernorm = RMSNorm(*norm)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rope: Rope,
+        meta: AttentionMetadata | DensePass,
+        copy_to: Tensor | None = None,
+    ) -> Tensor:
+        assert copy_to is None  # it does not `copies_output`
+        out = self.self_attn((hidden,), (), None, rope, meta)
+        hidden = add_normed(hidden, out, self.post_attention_layernorm)
+        out = self.mlp(hidden, None, adds=False)
+        return add_normed(hidden, out, self.post_feedforward_layernorm)
+
+
 class HiddenStateCapture(Protocol):
     """Has room for copies of the layers' outputs it wants (`SpecMetadata` is one)."""
 
@@ -370,6 +393,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.per_layer_inputs = PerLayerInputs(config) if config.per_layer_input_size else None
         layer_class = SandwichLayer if config.sandwich_norms else DecoderLayer
+        layer_class = PostNormLayer if config.post_norms else layer_class
         self.layers = nn.ModuleList(
             layer_class(config, i, backend, kv_group) for i in range(config.num_layers)
         )

@@ -19,6 +19,8 @@ from ..ops.layer.rope import Rope
 from .config import DecoderConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+NOT_ROTATED = {"rope_type": "none"}
+"""RoPE parameters of layers without positions (NoPE), here alone: no config.json has them."""
 
 
 class RopeTables(nn.Module):
@@ -142,6 +144,8 @@ def rotation_order(config: DecoderConfig) -> Tensor | None:
 def _frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
     """[R/2] float32 inverse frequencies, and the factor on cos and sin."""
     rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type == NOT_ROTATED["rope_type"]:
+        return torch.zeros(config.head_dim // 2), 1.0
     if rope_type not in ROPE_TYPES:
         raise ConfigError(
             f"rope_type={rope_type!r} is not supported; allowed are {', '.join(ROPE_TYPES)}. "

@@ -92,7 +92,7 @@ def head_config(spec: NewHead, target: DecoderConfig, draft_vocab_size: int | No
     Raises:
         ConfigError: it cannot be made.
     """
-    check_target(target)
+    check_target(target, spec.kind)
     if spec.kind == "eagle3":
         made = _eagle3_config(spec, target, draft_vocab_size)
     elif spec.kind in BLOCK_KINDS:
@@ -102,14 +102,22 @@ def head_config(spec: NewHead, target: DecoderConfig, draft_vocab_size: int | No
     return replace(made, draft_window=spec.draft_window)
 
 
-def check_target(target: DecoderConfig) -> None:
-    """Raises ConfigError for a target whose layers are not like those of the heads made here."""
+def check_target(target: DecoderConfig, kind: str = "eagle3") -> None:
+    """Raises ConfigError for a target whose layers are not like those of the heads made here.
+
+    Layers of MTP are the target's own; others take its sizes.
+    """
+    of_types = {name for fields in target.type_fields.values() for name in fields}
     differs = {
-        "layer_types": bool(target.layer_types),
+        "layer_types": not of_types <= {"rope_parameters"},
         "norm_offset": target.norm_offset != 0,
         "sandwich_norms": target.sandwich_norms,
         "activation": target.activation != "silu",
     }
+    if kind == "mtp":
+        differs["layer_types"] = bool(target.layer_types)
+        differs["post_norms"] = target.post_norms
+        differs["norms_all_heads"] = target.norms_all_heads
     found = [name for name, value in differs.items() if value]
     if found:
         raise ConfigError(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ...checks import MAX_SIZE, checked_int
-from ...errors import CheckpointError
+from ...errors import CheckpointError, shown
+from ...models.rope import NOT_ROTATED
 from .moe import qwen_moe
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -15,6 +17,32 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def llama(hf: Any, where: Path) -> dict[str, Any]:
     bias = bool(hf.attention_bias)
     return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bool(hf.mlp_bias)}
+
+
+def seed_oss(hf: Any, where: Path) -> dict[str, Any]:
+    return {**llama(hf, where), "o_bias": bool(hf.attention_out_bias)}
+
+
+def smollm3(hf: Any, where: Path) -> dict[str, Any]:
+    """Layers whose `no_rope_layers` is 0 do not rotate."""
+    flags, count = hf.no_rope_layers, hf.num_hidden_layers
+    if len(flags) != count or not set(flags) <= {0, 1}:
+        raise CheckpointError(
+            f"{where}: no_rope_layers={shown(flags)}; it must be 0 or 1 for each of {count} "
+            "layers. Copy the file again from the model's source."
+        )
+    return {
+        **llama(hf, where),
+        "layer_windows": windows_by_type(hf, where),
+        **rotating(bool(flag) for flag in flags),
+    }
+
+
+def rotating(which: Iterable[bool]) -> dict[str, Any]:
+    """Returns the fields of a model of which these layers alone are rotated."""
+    types = tuple("rotated" if is_rotated else "not_rotated" for is_rotated in which)
+    fields = {"rotated": {}, "not_rotated": {"rope_parameters": NOT_ROTATED}}
+    return {"layer_types": types, "type_fields": fields}
 
 
 def mistral(hf: Any, where: Path) -> dict[str, Any]:

@@ -94,13 +94,16 @@ def refuse_other_layers(decoder: DecoderConfig, drafter: str) -> None:
     """What the layers of heads do not compute, though their config's family does."""
     found = [
         name
-        for name in ("sandwich_norms", "value_norm", "layer_scalar", "embedding_scale")
+        for name in (
+            "sandwich_norms", "value_norm", "layer_scalar", "embedding_scale", "post_norms",
+            "norms_all_heads",
+        )
         if getattr(decoder, name)
-    ]
+    ]  # fmt: skip
     if found:
         raise CheckpointError(
-            f"{drafter} would have layers with {', '.join(found)} (Gemma's), which are supported "
-            "in targets and assistants alone. Use a Gemma-4 assistant, or draft otherwise."
+            f"{drafter} would have layers with {', '.join(found)}, which are supported in targets "
+            "alone, and Gemma's in assistants. Use a Gemma-4 assistant, or draft otherwise."
         )
 
 

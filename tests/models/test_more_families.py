@@ -1,4 +1,5 @@
-"""Mixtral and MiniMax-M2: what their configs mean, and their texts, against transformers."""
+"""Texts of families whose layers are unlike Llama's, against transformers; and MiniMax-M2's
+config."""
 
 from __future__ import annotations
 
@@ -15,16 +16,27 @@ from tiny import tiny_model_dir
 from tiny_gemma import edit_config
 
 from trtspec import SamplingParams
+from trtspec.checkpoints.families.llama import FULL, SLIDING
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.distributed.parallel import Parallel
 from trtspec.errors import CheckpointError, ConfigError
+from trtspec.train.new_head import NewHead, head_config
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "minimax_m2": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 7, "layer_types": [SLIDING, FULL, SLIDING]},
+    "exaone4": {"sliding_window": 7, "layer_types": [SLIDING, FULL, SLIDING]},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+}
 
 
-@pytest.fixture(scope="module", params=["mixtral", "minimax_m2"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp(request.param)
-    path = tiny_model_dir(folder, request.param, seed=1)
+    path = tiny_model_dir(folder, request.param, seed=1, **FAMILIES[request.param])
     oracle = Oracle(path)
     return path, oracle, make_drafters(folder, oracle)
 
@@ -48,6 +60,16 @@ def test_greedy_equals_transformers(
     expected = oracle.extend_all(prompts, 20)
     assert [output.outputs[0].token_ids for output in outputs] == expected
     llm.executor.kv_cache.check_integrity()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_that_can_be_trained(tmp_path: Path, family: str) -> None:
+    """Layers of their own are Llama's; MTP layers would be the target's."""
+    config = load_config(tiny_model_dir(tmp_path, family, **FAMILIES[family]))
+    made = head_config(NewHead("eagle3", layers_to_capture=(0, 1, 2)), config, 9).decoder
+    assert not (made.post_norms or made.norms_all_heads or made.layer_types or made.moe)
+    with pytest.raises(ConfigError, match=r"post_norms|norms_all_heads|layer_types|mixture"):
+        head_config(NewHead("mtp"), config, None)
 
 
 # What MiniMax-M2's public config.json says beside what every config does.
