@@ -23,8 +23,9 @@ MAX_RESTING_BYTES = 104 << 10
 they keep in shared memory."""
 MAX_FP8_ROWS, MAX_FP8_VALUES = 4, 2_000_000
 """Of FP8 weights: up to this many rows and values of a down_proj they are faster than Triton's."""
-MAX_FP4_ROWS = 4
-"""The same of MXFP4. More rows go through `ops/experts/tiles.py`."""
+MAX_FP4_ROWS = 2
+"""The same of MXFP4. More rows go through `ops/experts/tiles.py`, whose kernel is faster from 1 row
+on, but needs two small ones beside it."""
 
 
 class Experts(nn.Module):
