@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model_dir(path, "qwen3", **shape).rename(path / "qwen3")
     for family in ("qwen3_moe", "smollm3"):
         tiny_model_dir(path, family, **shape).rename(path / family)
-    # Seeds whose routers choose without near-ties: in these texts the nearest experts are 9e-5 apart.
+    # Seeds without near-ties in a router: in these texts the nearest experts are 9e-5 apart.
     for family, seed in (("mixtral", 8), ("minimax_m2", 6)):
         tiny_model_dir(path, family, **{**shape, "seed": seed}).rename(path / family)
     for family in ("olmo3", "exaone4"):
