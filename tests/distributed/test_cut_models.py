@@ -59,6 +59,7 @@ MODELS: dict[str, tuple[Callable[[Path], Path], list[tuple[int, int]]]] = {
         [(4, 2)],
     ),
     "qwen3_moe": (lambda p: tiny_model_dir(p, "qwen3_moe"), [(2, 1), (2, 2)]),
+    "phi3": (lambda p: tiny_model_dir(p, "phi3"), [(2, 1), (4, 1)]),
     "mixtral": (lambda p: tiny_model_dir(p, "mixtral"), [(2, 1), (2, 2)]),
     "glm4_moe": (lambda p: tiny_model_dir(p, "glm4_moe"), [(2, 1), (4, 4)]),
     "step": (lambda p: step_dir(p, **STEP_MOE), [(2, 1), (2, 2)]),

@@ -42,6 +42,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "smollm3": {"pad_token_id": 0},
+    "phi3": {"pad_token_id": 0, "num_attention_heads": 4, "hidden_size": 64},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40},
     "minimax_m2": {
         "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24,

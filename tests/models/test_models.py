@@ -60,6 +60,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    ("phi3", {}),
+    ("phi3", {"sliding_window": 7, "partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
     ("seed_oss", {"head_dim": 16}),
     ("seed_oss", {"head_dim": 8, "attention_bias": False, "attention_out_bias": True}),
     ("smollm3", {"no_rope_layer_interval": 2}),

@@ -4,13 +4,16 @@ config."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loading import ON_CPU
+import torch
+from loading import ON_CPU, UNPACKED
 from matrix import MODES, MTP, config_of, covering, cpu_engine, make_drafters
 from oracle import VOCAB, Oracle
+from quantized import to_blocks
 from thread_ranks import ThreadRanks
 from tiny import tiny_model_dir
 from tiny_gemma import edit_config
@@ -18,6 +21,7 @@ from tiny_gemma import edit_config
 from trtspec import SamplingParams
 from trtspec.checkpoints.families.llama import FULL, SLIDING
 from trtspec.checkpoints.hf_config import load_config
+from trtspec.checkpoints.place import WeightForm
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.distributed.parallel import Parallel
 from trtspec.errors import CheckpointError, ConfigError
@@ -70,6 +74,22 @@ def test_heads_that_can_be_trained(tmp_path: Path, family: str) -> None:
     assert not (made.post_norms or made.norms_all_heads or made.layer_types or made.moe)
     with pytest.raises(ConfigError, match=r"post_norms|norms_all_heads|layer_types|mixture"):
         head_config(NewHead("mtp"), config, None)
+
+
+def test_stacks_of_another_size_are_refused(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path, "phi3")
+    edit_config(path, num_key_value_heads=4)
+    with pytest.raises(CheckpointError, match=r"qkv_proj.weight .* 128 rows.* 64 \+ 64 \+ 64"):
+        load_decoder(path, ON_CPU)
+
+
+def test_quantised_stacks_are_floats(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path, "phi3")
+    floats = load_decoder(to_blocks(path, (16, 64)), UNPACKED)
+    model = load_decoder(path, replace(UNPACKED, form=WeightForm(keeps_fp8=True)))
+    exact, found = floats.layers[1].self_attn, model.layers[1].self_attn
+    assert found.qkv_proj.fp8 is None and found.o_proj.fp8 is not None
+    assert torch.equal(found.qkv_proj.weight, exact.qkv_proj.weight)
 
 
 # What MiniMax-M2's public config.json says beside what every config does.

@@ -64,6 +64,18 @@ class TensorSource:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(damaged(self.path, error)) from error
 
+    def rows(self, start: int, length: int) -> TensorSource:
+        """Returns some of its rows as a tensor of their own; of a quantised one as floats."""
+
+        def read(cut: Cut | None = None) -> Tensor:
+            if cut is None or cut.dim > 0:
+                part = self.read(Cut(0, start, length, self.shape[0]))
+                return part if cut is None else part.narrow(cut.dim, cut.start, cut.length)
+            return self.read(Cut(0, start + cut.start, cut.length, self.shape[0]))
+
+        shape = length, *self.shape[1:]
+        return replace(self, shape=shape, load=read, load_cut=read, scaled=None)
+
     def transposed(self) -> TensorSource:
         """Returns it with its last two dimensions, of three, in each other's place."""
 

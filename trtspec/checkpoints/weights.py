@@ -160,6 +160,7 @@ def load_weights(model: Decoder, model_dir: Path, options: LoadOptions) -> None:
             sources.setdefault("model.embed_tokens.weight", sources["lm_head.weight"])
         _values_from_keys(sources, placement_of, model_dir, config)
         _by_rows(sources, placement_of)
+        _take_stacks_apart(sources, placement_of, model_dir)
         _check(placement_of, sources, model_dir, config)
         if not options.form.keeps_fp8 and any(source.scaled for source in sources.values()):
             logger.info("%s: quantised weights are read as floats (%s).", model_dir, options.dtype)
@@ -334,6 +335,26 @@ def _by_rows(sources: dict[str, TensorSource], placement_of: Mapping[str, Placem
             continue
         if len(source.shape) == 3:  # others are refused as they are
             sources[name] = source.transposed()
+
+
+def _take_stacks_apart(
+    sources: dict[str, TensorSource], placement_of: Mapping[str, Placement], model_dir: Path
+) -> None:
+    """Makes sources of the parts of `qkv_proj` and `gate_up_proj`, where a checkpoint has these."""
+    for name in [name for name in sources if re.search(r"\.(qkv|gate_up)_proj\.\w+$", name)]:
+        parent, last, leaf = name.rsplit(".", 2)
+        parts = [f"{parent}.{part}.{leaf}" for part in PACKED[last]]
+        if not all(part in placement_of and part not in sources for part in parts):
+            continue
+        stack, sizes = sources.pop(name), [placement_of[part].source_shape[0] for part in parts]
+        if stack.shape[0] != sum(sizes):
+            raise CheckpointError(
+                f"{name} in {stack.path} has {stack.shape[0]} rows, but config.json of {model_dir} "
+                f"makes it {' + '.join(map(str, sizes))}. Check num_attention_heads, "
+                "num_key_value_heads, head_dim and intermediate_size there."
+            )
+        for i, part in enumerate(parts):
+            sources[part] = stack.rows(sum(sizes[:i]), sizes[i])
 
 
 def _values_from_keys(

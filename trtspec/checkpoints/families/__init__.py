@@ -11,7 +11,7 @@ from .family import Family
 from .gemma import gemma2, gemma3, gemma4
 from .glm import glm4_moe, glm4_moe_lite
 from .gpt_oss import gpt_oss
-from .llama import llama, mistral, qwen2, qwen3, qwen3_moe, seed_oss, smollm3
+from .llama import llama, mistral, phi3, qwen2, qwen3, qwen3_moe, seed_oss, smollm3
 from .mixtral import minimax_m2, mixtral
 from .olmo import exaone4, olmo2, olmo3
 from .step import step3p5, step3p5_as_qwen3
@@ -19,6 +19,7 @@ from .step import step3p5, step3p5_as_qwen3
 _GELU = ("gelu_pytorch_tanh",)
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", llama, has_mrope=True),  # of EAGLE heads for Qwen2-VL
+    "phi3": Family("phi3", phi3, has_partial_rotary=True),
     "smollm3": Family("smollm3", smollm3),
     "seed_oss": Family("seed_oss", seed_oss),
     "olmo2": Family("olmo2", olmo2),

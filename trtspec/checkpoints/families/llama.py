@@ -10,6 +10,7 @@ from ...checks import MAX_SIZE, checked_int
 from ...errors import CheckpointError, shown
 from ...models.rope import NOT_ROTATED
 from .moe import qwen_moe
+from .partial_rotary import without_factor
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -17,6 +18,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def llama(hf: Any, where: Path) -> dict[str, Any]:
     bias = bool(hf.attention_bias)
     return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bool(hf.mlp_bias)}
+
+
+def phi3(hf: Any, where: Path) -> dict[str, Any]:
+    """Phi-3 and Phi-4. (Its checkpoints stack q, k and v, and gate and up.)"""
+    return {
+        **without_factor(hf, where),
+        "layer_windows": (_window(hf, where),) * hf.num_hidden_layers,
+    }
 
 
 def seed_oss(hf: Any, where: Path) -> dict[str, Any]:
