@@ -6,14 +6,16 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from loading import ON_CPU, UNPACKED
 from matrix import MODES, MTP, config_of, covering, cpu_engine, make_drafters
-from oracle import VOCAB, Oracle
+from oracle import VOCAB, Oracle, logit_error, prompt_tensors
 from quantized import to_blocks
+from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks
 from tiny import tiny_model_dir
 from tiny_gemma import edit_config
@@ -23,8 +25,11 @@ from trtspec.checkpoints.families.llama import FULL, SLIDING
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.place import WeightForm
 from trtspec.checkpoints.weights import load_decoder
+from trtspec.cli.inspect_head import _rope
 from trtspec.distributed.parallel import Parallel
+from trtspec.doctor.trials import rope_trials
 from trtspec.errors import CheckpointError, ConfigError
+from trtspec.models.rope import NOT_ROTATED
 from trtspec.train.new_head import NewHead, head_config
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -90,6 +95,70 @@ def test_quantised_stacks_are_floats(tmp_path: Path) -> None:
     exact, found = floats.layers[1].self_attn, model.layers[1].self_attn
     assert found.qkv_proj.fp8 is None and found.o_proj.fp8 is not None
     assert torch.equal(found.qkv_proj.weight, exact.qkv_proj.weight)
+
+
+@pytest.mark.parametrize("family", ["smollm3", "exaone4"])
+def test_layers_without_positions_are_told_and_not_tried(tmp_path: Path, family: str) -> None:
+    config = load_config(tiny_model_dir(tmp_path, family, **FAMILIES[family]))
+    assert "none: no positions" in {_rope(config.of_layer(i)) for i in range(3)}
+    plain = load_config(tiny_model_dir(tmp_path / "plain"))
+    trials = rope_trials(SimpleNamespace(config=SimpleNamespace(decoder=plain)), config)
+    assert trials and not any("none" in trial.name for trial in trials)
+    assert not rope_trials(
+        SimpleNamespace(config=SimpleNamespace(decoder=replace(
+            plain, rope_parameters=NOT_ROTATED))), config,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_layer_types_of_mixtral_that_say_otherwise(tmp_path: Path, window: int | None) -> None:
+    path = tiny_model_dir(tmp_path, "mixtral", sliding_window=window)
+    kind = FULL if window is None else SLIDING
+    edit_config(path, layer_types=[kind] * 3)
+    assert load_config(path).layer_windows == (window,) * 3
+    edit_config(path, layer_types=[FULL, SLIDING, FULL])
+    with pytest.raises(CheckpointError, match=f"layer_types=.*all layers .* {kind!r}"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("fields", [
+    {"sliding_window": None, "sliding_window_pattern": None},
+    {"sliding_window": None, "sliding_window_pattern": "LLLG"},
+])  # fmt: skip
+def test_exaone_without_windows(tmp_path: Path, fields: dict[str, Any]) -> None:
+    path = tiny_model_dir(tmp_path, "exaone4", **FAMILIES["exaone4"])
+    edit_config(path, layer_types=None, **fields)
+    config = load_config(path)
+    assert config.layer_windows == (None,) * 3 and not config.layer_types
+
+
+@pytest.mark.parametrize("pattern", [0, -1, "LLLG", 1.5])
+def test_exaones_pattern(tmp_path: Path, pattern: Any) -> None:
+    path = tiny_model_dir(tmp_path, "exaone4", **FAMILIES["exaone4"])
+    edit_config(path, layer_types=None, sliding_window_pattern=pattern)
+    with pytest.raises(CheckpointError, match=r"sliding_window_pattern=.*Give layer_types"):
+        load_config(path)
+
+
+def test_more_flags_than_layers(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path, "smollm3", no_rope_layers=[1, 0, 1, 0, 1])
+    error, spread = logit_error(path, prompt_tensors(97))
+    assert spread > 0.5 and error < 1e-4
+
+
+def test_mtp_layers_of_minimax_are_left_out(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path, "minimax_m2")
+    tensors = load_file(path / "model.safetensors")
+    of_last = {name: t for name, t in tensors.items() if name.startswith("model.layers.2.")}
+    more = {name.replace("layers.2.", "layers.3."): t.clone() for name, t in of_last.items()}
+    save_file(tensors | more, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="no place for"):
+        load_decoder(path, ON_CPU)
+    edit_config(path, num_mtp_modules=1)
+    load_decoder(path, ON_CPU)
+    edit_config(path, num_mtp_modules="one")
+    with pytest.raises(CheckpointError, match="num_mtp_modules='one'"):
+        load_config(path)
 
 
 # What MiniMax-M2's public config.json says beside what every config does.

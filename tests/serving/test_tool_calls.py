@@ -196,8 +196,15 @@ def test_nonsense_gives_the_same_in_any_pieces_and_is_not_lost(
         (LLAMA, '<|python_tag|>brave_search.call(query="x")'),
         (DEEPSEEK, f"{CALLS_BEGIN}{BEGIN}f{SEP}{{]{END}{CALLS_END}"),
         (KIMI, "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{<|tool_call_end|>"),
-        (MINIMAX, '<invoke name="f">\n<parameter name="x">1</invoke>'),
+        (MINIMAX, '<minimax:tool_call><invoke name="f"><parameter name="x">1</invoke>'),
         (MINIMAX, '<minimax:tool_call>\n<invoke name="f" and more text'),
+        (MINIMAX, "<minimax:tool_call></minimax:tool_call>"),
+        (MINIMAX, 'Write <invoke name="f"><parameter name="x">1</parameter></invoke>.'),
+        (
+            MINIMAX,
+            '<minimax:tool_call><invoke name="f"><parameter name="s"><invoke name="g">'
+            '<parameter name="x">2</parameter></invoke></parameter></invoke></minimax:tool_call>',
+        ),
         (GEMMA, "<|tool_call>call:f{x:}<tool_call|>"),
         (GEMMA, "<|tool_call>call:f{x:" + "[" * 5000 + "<tool_call|>"),
     ],
@@ -218,8 +225,10 @@ def test_an_end_marker_inside_a_value_belongs_to_it() -> None:
     assert parsed(HERMES, list(text)) == ("done", [("run", {"code": code})])
     text = f"<tool_call><function=run><parameter=code>\n{code}\n</parameter></function></tool_call>"
     assert parsed(FUNCTION_TAGS, list(text)) == ("", [("run", {"code": code})])
-    text = f'<invoke name="run"><parameter name="code">{code}</invoke></parameter></invoke>'
-    assert parsed(MINIMAX, list(text)) == ("", [("run", {"code": f"{code}</invoke>"})])
+    code = "</invoke></minimax:tool_call>"
+    text = f'<minimax:tool_call><invoke name="run"><parameter name="code">{code}</parameter>'
+    text += "</invoke></minimax:tool_call>"
+    assert parsed(MINIMAX, list(text)) == ("", [("run", {"code": code})])
     for form in (DEEPSEEK, KIMI):
         calls = [("run", {"code": f"a {form.inner[0]} b"})]
         assert parsed(form, list(written(form, calls))) == ("", calls)
@@ -244,6 +253,36 @@ def test_a_last_call_without_its_end_marker_counts(form: Format) -> None:
     for marker in (*form.wrappers, *form.inner[:1]):
         text = text.rstrip().removesuffix(marker)
     assert parsed(form, [text]) == ("", calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<invoke name='f'><parameter name='x'>1</parameter></invoke>",
+        '<invoke name=f >\n<parameter name="x" type="integer">\n1\n</parameter>\n</invoke>\n',
+        '<invoke name="f"><parameter name="x">1</parameter>',
+    ],
+)
+def test_other_ways_of_minimax(text: str) -> None:
+    whole = f"<minimax:tool_call>{text}</minimax:tool_call>"
+    assert parsed(MINIMAX, list(whole)) == ("", [("f", {"x": 1})])
+
+
+@pytest.mark.parametrize(
+    ("form", "value"),
+    [
+        (HERMES, '{"name": "f", "arguments": {"x": "'),
+        (FUNCTION_TAGS, "<function=f><parameter=x>"),
+        (ARGUMENT_TAGS, "f<arg_key>x</arg_key><arg_value>"),
+        (KIMI, 'functions.f:0<|tool_call_argument_begin|>{"x": "'),
+        (MINIMAX, '<invoke name="f"><parameter name="x">'),
+    ],
+)
+def test_a_block_of_end_markers_is_given_up(form: Format, value: str) -> None:
+    """Each of them may be a value's, so each is tried: without an end to it that took minutes."""
+    text = next(iter(form.readers)) + value + 3000 * form.inner[0]
+    parser = ToolCallParser(form, [])
+    assert parser.feed(text) == [Content(text)]  # before the answer's end
 
 
 def test_mistrals_older_forms() -> None:

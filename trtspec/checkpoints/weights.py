@@ -268,7 +268,8 @@ def is_declared_mtp_tensor(name: str, config: DecoderConfig) -> bool:
     """Whether a tensor is of MTP layers: config.json's declared ones, or Qwen3-Next's (`mtp.`)."""
     if name.startswith("mtp."):
         return True
-    declared = config.raw.get("num_nextn_predict_layers") or 0
+    raw = config.raw
+    declared = raw.get("num_nextn_predict_layers") or raw.get("num_mtp_modules") or 0
     match = re.match(r"model\.(mtp_layers|layers)\.(\d{1,6})\.", name)
     if match is None or not declared:
         return False

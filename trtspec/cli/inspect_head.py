@@ -267,7 +267,11 @@ def _vocabulary(head: HeadConfig) -> str:
 
 
 def _rope(decoder: DecoderConfig) -> str:
+    from ..models.rope import NOT_ROTATED
+
     parameters, rotated = decoder.rope_parameters, decoder.rotary_dim
+    if parameters == NOT_ROTATED:
+        return "none: no positions"
     kind, theta = parameters.get("rope_type", "default"), parameters.get("rope_theta")
     part = parameters.get("partial_rotary_factor", 1)
     factor = f", factor {parameters['factor']:g}" if "factor" in parameters else ""

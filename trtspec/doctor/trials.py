@@ -13,7 +13,7 @@ from ..models.config import DecoderConfig
 from ..models.decoder import Attention
 from ..models.drafters.base import DraftHead
 from ..models.mla import MLAttention
-from ..models.rope import RopeTables
+from ..models.rope import NOT_ROTATED, RopeTables
 from ..train.unroll import Use
 
 Change = Callable[[Any], None]
@@ -154,6 +154,8 @@ def rope_trials(head: DraftHead, target: DecoderConfig) -> list[Trial]:
 def _rope_trials_of(kind: str, decoder: DecoderConfig, target: DecoderConfig) -> list[Trial]:
     """kind: "" where all layers are alike."""
     now, of_kind = _rope_of(decoder, kind), f" of its {kind} layers" if kind else ""
+    if now == NOT_ROTATED:
+        return []
     trials, bases = list[Trial](), set() if _is_scaled(now) else {now.get("rope_theta")}
     for name, parameters in _candidates(target, kind, now):
         theta, is_of_target = parameters["rope_theta"], bool(name)
@@ -186,7 +188,7 @@ def _candidates(target: DecoderConfig, kind: str, now: Rope) -> Iterator[tuple[s
     seen: list[Rope] = []
     for target_kind in sorted(kinds, key=lambda k: k != kind) or [""]:
         parameters = dict(_rope_of(target, target_kind))
-        if parameters not in seen:
+        if parameters not in (NOT_ROTATED, *seen):
             seen.append(parameters)
             name = f"the target's {target_kind} layers'" if target_kind else "the target's"
             yield name, parameters

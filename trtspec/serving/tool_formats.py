@@ -19,7 +19,7 @@ from .tool_syntax import (
     parse_gemma,
     parse_gpt_oss,
     parse_hermes,
-    parse_invoke,
+    parse_invokes,
     parse_kimi,
 )
 
@@ -102,10 +102,12 @@ KIMI = Format(
 MINIMAX = Format(
     "minimax",
     _tagged(
-        '<invoke name="', "</invoke>", parse_invoke, ends_within("<parameter name=", "</parameter>")
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        parse_invokes,
+        ends_within("<parameter name=", "</parameter>"),
     ),
-    wrappers=("<minimax:tool_call>", "</minimax:tool_call>"),
-    inner=("</invoke>",),
+    inner=("</minimax:tool_call>",),
 )
 GEMMA = Format(
     "gemma",

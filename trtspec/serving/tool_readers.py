@@ -11,7 +11,9 @@ from typing import NamedTuple, Protocol
 
 from .tool_syntax import Call, Tools, call_of, load_json, make_call
 
-Parse = Callable[[str, Tools], Call]
+Parse = Callable[[str, Tools], Call | list[Call]]
+_MOST_ENDS = 1000
+"""End markers that may stand inside one block's values. Each is tried."""
 
 
 class Block(NamedTuple):
@@ -45,7 +47,7 @@ class TagReader:
     ):
         self.start, self.end, self.tools = start, end, tools
         self.parse, self.is_open = parse, is_open
-        self._searched = len(start)
+        self._searched, self._ends = len(start), 0
 
     def read(self, text: str) -> Block | None:
         while True:
@@ -54,8 +56,8 @@ class TagReader:
                 self._searched = max(self._searched, len(text) - len(self.end) + 1)
                 return None
             inner, self._searched = text[len(self.start) : at], at + len(self.end)
-            calls = self._calls(inner)
-            if calls or not self.is_open(inner):
+            calls, self._ends = self._calls(inner), self._ends + 1
+            if calls or not self.is_open(inner) or self._ends == _MOST_ENDS:
                 return Block(self._searched, calls)
 
     def at_end(self, text: str) -> Block:
@@ -67,9 +69,10 @@ class TagReader:
 
     def _calls(self, inner: str) -> list[Call]:
         try:
-            return [self.parse(inner, self.tools)]
+            found = self.parse(inner, self.tools)
         except ValueError:
             return []
+        return found if isinstance(found, list) else [found]
 
 
 # -- blocks that end with their JSON -----------------------------------------------------------

@@ -159,15 +159,27 @@ def parse_bare_function(inner: str, tools: Tools) -> Call:
     return parse_function_tags(f"<function={inner}", tools)
 
 
-_NAMED_PARAMETER = re.compile(r'\s*<parameter name="([^"\n]+)">(.*?)</parameter>', re.DOTALL)
+_INVOKE = re.compile(r"""\s*<invoke name=["']?([^"'>\n]+)["']?\s*>""")
+_NAMED_PARAMETER = re.compile(
+    r"""\s*<parameter name=["']?([^"'>\n]+)["']?[^>\n]*>(.*?)</parameter>""", re.DOTALL
+)
 
 
-def parse_invoke(inner: str, tools: Tools) -> Call:
-    """Reads `NAME"><parameter name="KEY">VALUE</parameter>…`."""
-    name, found, body = inner.partition('">')
-    if not found:
-        raise ValueError("no function")
-    return _call_of_tags(name, body, _NAMED_PARAMETER, tools)
+def parse_invokes(inner: str, tools: Tools) -> list[Call]:
+    """Reads `<invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>…`; the last
+    call's end may be missing."""
+    calls: list[Call] = []
+    at = 0
+    while (found := _INVOKE.match(inner, at)) is not None:
+        arguments, at = _arguments(found[1], inner, found.end(), _NAMED_PARAMETER, tools)
+        rest = inner[at:].lstrip()
+        if rest and not rest.startswith("</invoke>"):
+            break
+        at = len(inner) - len(rest) + len("</invoke>") if rest else len(inner)
+        calls.append(make_call(found[1].strip(), arguments, tools))
+    if not calls or inner[at:].strip():
+        raise ValueError("more than calls, or none")
+    return calls
 
 
 _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
@@ -180,16 +192,23 @@ def parse_argument_tags(inner: str, tools: Tools) -> Call:
 
 
 def _call_of_tags(name: str, body: str, pair: re.Pattern[str], tools: Tools) -> Call:
-    arguments: dict[str, Any] = {}
-    at = 0
-    while (found := pair.match(body, at)) is not None:
-        key, value = found[1].strip(), found[2]
-        value = value.removeprefix("\n").removesuffix("\n")
-        arguments[key] = tools.value(name, key, value)
-        at = found.end()
+    arguments, at = _arguments(name, body, 0, pair, tools)
     if body[at:].strip():
         raise ValueError("more than arguments")
     return make_call(name, arguments, tools)
+
+
+def _arguments(
+    name: str, text: str, at: int, pair: re.Pattern[str], tools: Tools
+) -> tuple[dict[str, Any], int]:
+    """Returns the arguments that the text has from `at` on, and where they end."""
+    arguments: dict[str, Any] = {}
+    while (found := pair.match(text, at)) is not None:
+        key, value = found[1].strip(), found[2]
+        value = value.removeprefix("\n").removesuffix("\n")
+        arguments[key] = tools.value(name.strip(), key, value)
+        at = found.end()
+    return arguments, at
 
 
 def ends_within(opening: str, closing: str) -> Callable[[str], bool]:

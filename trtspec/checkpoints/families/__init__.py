@@ -13,7 +13,7 @@ from .glm import glm4_moe, glm4_moe_lite
 from .gpt_oss import gpt_oss
 from .llama import llama, mistral, phi3, qwen2, qwen3, qwen3_moe, seed_oss, smollm3
 from .mixtral import minimax_m2, mixtral
-from .olmo import exaone4, olmo2, olmo3
+from .olmo import exaone4, exaone4_as_hf, olmo2, olmo3
 from .step import step3p5, step3p5_as_qwen3
 
 _GELU = ("gelu_pytorch_tanh",)
@@ -24,7 +24,7 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": Family("seed_oss", seed_oss),
     "olmo2": Family("olmo2", olmo2),
     "olmo3": Family("olmo3", olmo3, has_rope_by_type=True),
-    "exaone4": Family("exaone4", exaone4),
+    "exaone4": Family("exaone4", exaone4, as_hf=exaone4_as_hf),
     "mistral": Family("mistral", mistral),
     "ministral": Family("ministral", mistral),
     "qwen2": Family("qwen2", qwen2),

@@ -34,7 +34,8 @@ def seed_oss(hf: Any, where: Path) -> dict[str, Any]:
 
 def smollm3(hf: Any, where: Path) -> dict[str, Any]:
     """Layers whose `no_rope_layers` is 0 do not rotate."""
-    flags, count = hf.no_rope_layers, hf.num_hidden_layers
+    count = hf.num_hidden_layers
+    flags = hf.no_rope_layers[:count]  # transformers takes the first ones, too
     if len(flags) != count or not set(flags) <= {0, 1}:
         raise CheckpointError(
             f"{where}: no_rope_layers={shown(flags)}; it must be 0 or 1 for each of {count} "

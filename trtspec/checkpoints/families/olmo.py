@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ...checks import is_int
+from ...errors import CheckpointError
 from .llama import FULL, SLIDING, rotating, windows_by_type
 
 
@@ -25,6 +27,21 @@ def olmo3(hf: Any, where: Path) -> dict[str, Any]:
         "type_fields": fields,
         **fields[FULL],
     }
+
+
+def exaone4_as_hf(raw: dict[str, Any], where: Path) -> dict[str, Any]:
+    """Without a window and `layer_types` transformers divides by zero."""
+    window, pattern = raw.get("sliding_window", 0), raw.get("sliding_window_pattern", 4)
+    if raw.get("layer_types") is not None:
+        return raw
+    if window is None and is_int(raw.get("num_hidden_layers")):
+        return {**raw, "layer_types": [FULL] * raw["num_hidden_layers"]}
+    if not is_int(pattern) or pattern < 1:
+        raise CheckpointError(
+            f"{where}: sliding_window_pattern={pattern!r} without layer_types: it must be 1 or "
+            "more. Give layer_types, 'sliding_attention' or 'full_attention' for every layer."
+        )
+    return raw
 
 
 def exaone4(hf: Any, where: Path) -> dict[str, Any]:
