@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Oracle, Scripted
+from oracle import VOCAB, Oracle, Scripted
 from tiny import tiny_model_dir
 from tiny_dflash import dflash_dir
 from tiny_heads import eagle3_dir, p_eagle_dir, pard_dir
@@ -25,6 +26,7 @@ from trtspec import (
     MTPDecodingConfig,
     NGramDecodingConfig,
     SADecodingConfig,
+    SamplingParams,
     UserProvidedDecodingConfig,
 )
 from trtspec.config import DecodingBaseConfig
@@ -126,6 +128,22 @@ def cpu_engine(
         target, config, device="cpu", dtype="float32", enable_chunked_prefill=chunk is not None,
         disable_overlap_scheduler=not overlap, **given,
     )  # fmt: skip
+
+
+def check_greedy(path: Path, oracle: Oracle, config: Any, **options: Any) -> None:
+    """Five random prompts' texts are transformers'.
+
+    Args:
+        options: of `cpu_engine`. A `pool` must be so small that requests are preempted.
+    """
+    llm = cpu_engine(path, config, **options, max_num_tokens=options["chunk"] or 256)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(5)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+    expected = oracle.extend_all(prompts, 20)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert options["pool"] is None or llm.executor.stats().num_preemptions > 0
+    llm.executor.kv_cache.check_integrity()
 
 
 # -- parameters --------------------------------------------------------------------------------

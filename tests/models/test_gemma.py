@@ -162,7 +162,7 @@ def test_eagle_heads_draft_for_it_but_are_not_trained(tmp_path: Path, family: st
     output = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True))[0]
     assert output.outputs[0].token_ids == Oracle(path).extend([5, 6, 7], 20)
     with pytest.raises(ConfigError, match="sandwich_norms, activation"):
-        check_target(load_config(path))
+        check_target(load_config(path), "eagle3")
 
 
 def test_gemma4_keys_are_values_only_where_said(tmp_path: Path) -> None:

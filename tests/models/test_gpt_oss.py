@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from loading import ON_CPU
-from matrix import MODES, MTP, config_of, covering, cpu_engine, make_drafters
-from oracle import VOCAB, Oracle, logit_error, prompt_tensors
+from matrix import MODES, MTP, check_greedy, config_of, covering, make_drafters
+from oracle import Oracle, logit_error, prompt_tensors
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks
 from tiny import prefill_metadata
@@ -22,7 +21,6 @@ from tiny_gemma import edit_config
 from tiny_gpt_oss import BY_GROUPS, gpt_oss_dir, mxfp4_dir
 from torch import Tensor
 
-from trtspec import SamplingParams
 from trtspec.checkpoints.families.moe import gpt_oss_moe
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.place import LoadOptions, WeightForm
@@ -182,17 +180,8 @@ def test_greedy_equals_transformers(
     target: Any, mode: str, chunk: int | None, overlap: bool, pool: int | None
 ) -> None:
     path, oracle, drafters = target
-    llm = cpu_engine(
-        path, config_of(mode, 3, drafters), chunk=chunk, overlap=overlap, pool=pool,
-        max_num_tokens=chunk or 256,
-    )  # fmt: skip
-    rng = random.Random(0)
-    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(5)]
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
-    expected = oracle.extend_all(prompts, 20)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert pool is None or llm.executor.stats().num_preemptions > 0
-    llm.executor.kv_cache.check_integrity()
+    config = config_of(mode, 3, drafters)
+    check_greedy(path, oracle, config, chunk=chunk, overlap=overlap, pool=pool)
 
 
 # -- refusals ------------------------------------------------------------------------------------

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from loading import ON_CPU, UNPACKED
-from matrix import MTP, Drafters, config_of, covering, cpu_engine
+from matrix import MTP, Drafters, check_greedy, config_of, covering
 from naive_experts import (
     BETWEEN,
     ROUTES,
@@ -19,7 +18,7 @@ from naive_experts import (
     naive_route,
     random_experts,
 )
-from oracle import VOCAB, Oracle, logit_error, prompt_tensors
+from oracle import Oracle, logit_error, prompt_tensors
 from safetensors.torch import load_file, save_file
 from tiny import OF_FAMILY, tiny_model_dir
 from tiny_gemma import edit_config
@@ -29,7 +28,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from trtspec import LLM, MTPDecodingConfig, SamplingParams
+from trtspec import LLM, MTPDecodingConfig
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, ConfigError
@@ -251,16 +250,7 @@ def test_greedy_equals_transformers(
 ) -> None:
     path, oracle = target
     config = config_of(mode, 3, Drafters())
-    llm = cpu_engine(
-        path, config, chunk=chunk, overlap=overlap, pool=pool, max_num_tokens=chunk or 256
-    )
-    rng = random.Random(0)
-    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(5)]
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
-    expected = oracle.extend_all(prompts, 20)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert pool is None or llm.executor.stats().num_preemptions > 0
-    llm.executor.kv_cache.check_integrity()
+    check_greedy(path, oracle, config, chunk=chunk, overlap=overlap, pool=pool)
 
 
 def test_mtp_layers_are_mixtures_by_their_number_behind_the_target(tmp_path: Path) -> None:

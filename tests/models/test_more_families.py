@@ -3,7 +3,6 @@ config."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 from loading import ON_CPU, UNPACKED
-from matrix import MODES, MTP, config_of, covering, cpu_engine, make_drafters
-from oracle import VOCAB, Oracle, logit_error, prompt_tensors
+from matrix import MODES, MTP, check_greedy, config_of, covering, make_drafters
+from oracle import Oracle, logit_error, prompt_tensors
 from quantized import to_blocks
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks
 from tiny import tiny_model_dir
 from tiny_gemma import edit_config
 
-from trtspec import SamplingParams
 from trtspec.checkpoints.families.llama import FULL, SLIDING
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.place import WeightForm
@@ -59,16 +57,8 @@ def test_greedy_equals_transformers(
     target: Any, mode: str, chunk: int | None, overlap: bool, pool: int | None
 ) -> None:
     path, oracle, drafters = target
-    llm = cpu_engine(
-        path, config_of(mode, 3, drafters), chunk=chunk, overlap=overlap, pool=pool,
-        max_num_tokens=chunk or 256,
-    )  # fmt: skip
-    rng = random.Random(0)
-    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(5)]
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
-    expected = oracle.extend_all(prompts, 20)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
-    llm.executor.kv_cache.check_integrity()
+    config = config_of(mode, 3, drafters)
+    check_greedy(path, oracle, config, chunk=chunk, overlap=overlap, pool=pool)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -58,7 +58,7 @@ def target_of(options: TrainOptions) -> Target:
     with Progress() as progress:
         directory = Path(resolve_model(options.target, progress))
     config = load_config(directory)
-    check_target(config)
+    check_target(config, options.kind)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, config, device)
     if dtype == torch.float16:

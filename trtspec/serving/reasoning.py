@@ -2,7 +2,8 @@
 
 Supported are models that mark it in one of these ways, by their chat template or vocabulary:
 
-    <think> … </think>             Qwen3, DeepSeek-R1 and V3.1, GLM-4.5 and later, MiMo, MiniMax-M2
+    <think> … </think>             Qwen3, DeepSeek-R1 and V3.1, GLM-4.5 and later, MiMo,
+                                   Step-3.5, MiniMax-M2
     [THINK] … [/THINK]             Magistral and other reasoning models of Mistral
     <|channel>thought … <channel|>  Gemma 4
 

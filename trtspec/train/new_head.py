@@ -102,10 +102,13 @@ def head_config(spec: NewHead, target: DecoderConfig, draft_vocab_size: int | No
     return replace(made, draft_window=spec.draft_window)
 
 
-def check_target(target: DecoderConfig, kind: str = "eagle3") -> None:
+def check_target(target: DecoderConfig, kind: str) -> None:
     """Raises ConfigError for a target whose layers are not like those of the heads made here.
 
     Layers of MTP are the target's own; others take its sizes.
+
+    Args:
+        kind: one of `KINDS`.
     """
     of_types = {name for fields in target.type_fields.values() for name in fields}
     differs = {

@@ -1,10 +1,10 @@
 // One product of a mixture of experts in MXFP4, of rows sorted by expert. Weights are the 16-row operand of
 // the tensor cores and become bf16 in registers; rows of x are columns, and rest in shared memory.
 //
-// An expert's rows are cut into tiles of up to 24, and a tile's outputs into items of 32: four groups. There is one block
-// for each multiprocessor, and each has as many items, one after the other: so few blocks change from one
-// tile to the next. A team of four warps makes an item, and divides k. While a warp multiplies, what it will
-// multiply next is on its way into registers.
+// An expert's rows are cut into tiles of up to 24, and a tile's outputs into items of 32: four groups. There
+// is one block for each multiprocessor, and each has as many items, one after the other: so few blocks change
+// from one tile to the next. A team of four warps makes an item, and divides k. While a warp multiplies, what
+// it will multiply next is on its way into registers.
 //
 // Codes of 8 rows lie together. Where a warp read 64 bytes of each of 8 rows that were apart, this took 1.8
 // times as long: lines of 128 bytes count, not bytes.
@@ -29,12 +29,12 @@ struct TiledExpertParams {
   const int64_t* rows;  // row of x of each pair, null: its own
   const int* ends;      // [experts], where each one's pairs end
   int experts;          // at most kTiledExperts
-  const void* weight;  // [experts, n / 8, k / 64, 8, 32] codes, as `fp4.cuh` has them
-  const void* scales;  // [experts, n / 8, ceil(k / 128), 8, 4] e8m0 codes
-  int n, k;            // n by 32; k by 64, of kTeamWarps steps at least
-  const void* bias;    // [experts, n], null: none
-  void* out;           // [pairs, n]; gated [pairs, n / 2]
-  int tile_rows;       // rows of a tile: by 8, up to those of kColumns
+  const void* weight;   // [experts, n / 8, k / 64, 8, 32] codes, as `fp4.cuh` has them
+  const void* scales;   // [experts, n / 8, ceil(k / 128), 8, 4] e8m0 codes
+  int n, k;             // n by 32; k by 64, of kTeamWarps steps at least
+  const void* bias;     // [experts, n], null: none
+  void* out;            // [pairs, n]; gated [pairs, n / 2]
+  int tile_rows;        // rows of a tile: by 8, up to those of kColumns
   Gate gate;
 };
 
@@ -101,8 +101,8 @@ __device__ inline void count_tiles(const TiledExpertParams& p, int* last_tiles, 
 
 // A step of an item times kOf eights of rows of x, of which this lane's first piece is at x_at.
 template <int kOf>
-__device__ inline void multiply_step(float (&acc)[2][kColumns][4], const uint4 (&codes)[4],
-                                     const uint32_t (&powers)[4][2], int x_at, int eight_rows) {
+__device__ inline void multiply_item_step(float (&acc)[2][kColumns][4], const uint4 (&codes)[4],
+                                          const uint32_t (&powers)[4][2], int x_at, int eight_rows) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint4 low_x[kOf], high_x[kOf];
@@ -211,8 +211,7 @@ __global__ void __launch_bounds__(kTiledThreads)
   Fp4Piece now, later;
   fetch(now, 0);
 
-  // The tile whose rows rest in shared memory.
-  // (`next_rows` goes on by one tile, and so is called for the first, too.)
+  // The tile whose rows rest in shared memory. (`next_rows` goes on by one, and so is called for the first.)
   int tile = first_tile - 1, expert = 0, first_pair = 0, count = 0, columns = 0;
   int item = first_item + items_a_tile, step = begin;
   auto is_tile_done = [&] { return item >= (tile == last_tile ? last_item + 1 : items_a_tile); };
@@ -259,11 +258,11 @@ __global__ void __launch_bounds__(kTiledThreads)
     const int x_at = my_x + step * (kFp4Step * 2);
     static_assert(kColumns == 3);
     if (columns == 1) {
-      multiply_step<1>(acc, piece.codes, powers, x_at, eight_rows);
+      multiply_item_step<1>(acc, piece.codes, powers, x_at, eight_rows);
     } else if (columns == 2) {
-      multiply_step<2>(acc, piece.codes, powers, x_at, eight_rows);
+      multiply_item_step<2>(acc, piece.codes, powers, x_at, eight_rows);
     } else {
-      multiply_step<3>(acc, piece.codes, powers, x_at, eight_rows);
+      multiply_item_step<3>(acc, piece.codes, powers, x_at, eight_rows);
     }
   };
   // A lane has sums of row g of each of the four groups, and of columns 2 t and 2 t + 1 of each eight. Each
