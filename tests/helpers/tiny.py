@@ -15,7 +15,9 @@ from trtspec.metadata.attention import (
     NUM_RESERVED_BLOCKS,
     AttentionMetadata,
 )
+from trtspec.metadata.recurrent import RecurrentPass
 from trtspec.models.config import DecoderConfig
+from trtspec.models.gated_delta import allocate_memory
 from trtspec.models.kv_layout import kv_group_specs
 
 DEFAULTS: dict[str, Any] = {
@@ -30,6 +32,16 @@ DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+# Value heads share key heads, whose size is another; the last layer has full attention.
+LINEAR: dict[str, Any] = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "head_dim": 16, "num_attention_heads": 4, "use_qk_norm": True, "attention_bias": True,
@@ -41,6 +53,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "norm_topk_prob": True,
     },
+    "qwen3_next": {**LINEAR, **EXPERTS},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": {**LINEAR, **EXPERTS},
     "smollm3": {"pad_token_id": 0},
     "phi3": {"pad_token_id": 0, "num_attention_heads": 4, "hidden_size": 64},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40},
@@ -123,8 +138,17 @@ def prefill_metadata(
         block_tables=(table,) * len(groups),
         slot_mappings=(torch.cat(slots),) * len(groups),
         max_seq_len=config.max_position_embeddings,
+        recurrent=_recurrent(config, len(lengths), dtype),
     )
     return metadata, position_ids
+
+
+def _recurrent(config: DecoderConfig, count: int, dtype: torch.dtype) -> RecurrentPass | None:
+    if not config.linear_layers:
+        return None
+    layers = allocate_memory(config, count, 3, torch.empty(0, dtype=dtype))
+    none = torch.empty(0, dtype=torch.int64)
+    return RecurrentPass(layers, torch.arange(count), none)
 
 
 def constant_target_dir(tmp_path: Path, **overrides: Any) -> Path:

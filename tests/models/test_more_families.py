@@ -36,6 +36,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {"sliding_window": 7, "layer_types": [SLIDING, FULL, SLIDING]},
     "exaone4": {"sliding_window": 7, "layer_types": [SLIDING, FULL, SLIDING]},
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
 }
 
@@ -67,6 +70,7 @@ def test_heads_that_can_be_trained(tmp_path: Path, family: str) -> None:
     config = load_config(tiny_model_dir(tmp_path, family, **FAMILIES[family]))
     made = head_config(NewHead("eagle3", layers_to_capture=(0, 1, 2)), config, 9).decoder
     assert not (made.post_norms or made.norms_all_heads or made.layer_types or made.moe)
+    assert not (made.norm_offset or made.output_gate or made.linear_layers)
     with pytest.raises(ConfigError, match=r"post_norms|norms_all_heads|layer_types|mixture"):
         head_config(NewHead("mtp"), config, None)
 

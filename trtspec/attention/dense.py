@@ -9,6 +9,8 @@ t (EAGLE-3's "training-time test", arXiv:2503.01840, section 3.2).
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -26,11 +28,24 @@ class DensePass:
 
     def __init__(self, document_ids: Tensor):
         self.num_sequences, self.length = document_ids.shape
+        self._document_ids = document_ids
         same = document_ids[:, :, None] == document_ids[:, None, :]
         rows = torch.arange(self.length, device=document_ids.device)
         self._distance = rows[:, None] - rows[None, :]  # [L, L]
         self._seen = (same & (self._distance >= 0))[:, None]  # [N, 1, L, L]
         self._uses: dict[int, list[Keys]] = {}  # by layer
+
+    @cached_property
+    def documents(self) -> tuple[Tensor, Tensor]:
+        """Returns each document's last row and each row's position in its document, int64."""
+        ids = self._document_ids
+        ends = torch.ones_like(ids, dtype=torch.bool)
+        ends[:, :-1] = ids[:, 1:] != ids[:, :-1]
+        last_rows = ends.flatten().nonzero().flatten()
+        starts = torch.cat([last_rows.new_zeros(1), last_rows[:-1] + 1])
+        lengths = last_rows - starts + 1
+        rows = torch.arange(ids.numel(), device=ids.device)
+        return last_rows, rows - starts.repeat_interleave(lengths)
 
     def attend(
         self,

@@ -198,6 +198,9 @@ def _refuse_both_ways(raw: dict[str, Any], where: Path) -> None:
 
 def _refuse_linear_attention(raw: dict[str, Any], where: Path) -> None:
     for part in _with_text_part(raw):
+        family = FAMILIES.get(str(part.get("model_type")))
+        if family is not None and family.has_linear_attention:
+            continue
         types = part.get("layer_types")
         types = types if isinstance(types, list) else []
         found = f"{types.count('linear_attention')} of {len(types)} layer_types are"
@@ -207,9 +210,9 @@ def _refuse_linear_attention(raw: dict[str, Any], where: Path) -> None:
                 continue
             found = f"full_attention_interval={interval!r}: the layers between are"
         raise CheckpointError(
-            f"{where}: {found} 'linear_attention' (Qwen3-Next, Qwen3.5); allowed are "
-            "'full_attention' and 'sliding_attention'. Use a model whose layers are all of these; "
-            "MTP layers in Qwen3-Next's layout work over a Qwen3 target."
+            f"{where}: {found} 'linear_attention', which model_type={part.get('model_type')!r} "
+            "does not have here; allowed are 'full_attention' and 'sliding_attention'. Of such "
+            "models Qwen3-Next and Qwen3.5 are supported: use one of them."
         )
 
 
@@ -311,7 +314,11 @@ def _check_rope(rope: Any, where: Path, family: Family) -> None:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if family.has_mrope and rope_type == "mrope":  # what it was called before "default"
         rope_type = "default"
-    if rope.get("mrope_section") and (not family.has_mrope or rope.get("mrope_interleaved")):
+    if (
+        rope.get("mrope_section")
+        and not family.is_text_alone
+        and (not family.has_mrope or rope.get("mrope_interleaved"))
+    ):
         raise CheckpointError(
             f"{where}: mrope_section={rope['mrope_section']!r} with mrope_interleaved="
             f"{rope.get('mrope_interleaved')!r} is not supported; allowed are sections one after "

@@ -38,6 +38,8 @@ ALIGNMENT = 16
 so are experts with such groups."""
 GROUP_ALIGNMENT = 32
 """The same of a `Linear`'s groups."""
+GATES = "gates_proj", "shared_expert_gate"
+"""Products of few outputs, each of which scales much: they are floats."""
 WEIGHTS_AT_ONCE = 1 << 24
 """Weights that are quantised at once; what that takes beside the model is small."""
 
@@ -231,6 +233,8 @@ def _is_of_product(model: nn.Module, placement: Placement, form: WeightForm) -> 
         return False
     if form.is_of_head:
         return name.rpartition(".")[2] in PRODUCTS_OF_HEADS
+    if name.endswith(GATES):
+        return False
     return name.startswith("layers.") and ".per_layer." not in name
 
 

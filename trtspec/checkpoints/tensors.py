@@ -76,6 +76,16 @@ class TensorSource:
         shape = length, *self.shape[1:]
         return replace(self, shape=shape, load=read, load_cut=read, scaled=None)
 
+    def expert_rows(self, expert: int, start: int, length: int) -> TensorSource:
+        """Returns some rows of one matrix of a stack as a tensor of their own."""
+
+        def read(cut: Cut | None = None) -> Tensor:
+            matrix = self.read(Cut(0, expert, 1, self.shape[0]))[0].narrow(0, start, length)
+            return matrix if cut is None else matrix.narrow(cut.dim, cut.start, cut.length)
+
+        shape = length, *self.shape[2:]
+        return replace(self, shape=shape, load=read, load_cut=read, scaled=None)
+
     def transposed(self) -> TensorSource:
         """Returns it with its last two dimensions, of three, in each other's place."""
 

@@ -21,6 +21,8 @@ TEXT_TYPES = {
     "gemma4_unified": "gemma4_unified_text",
     "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 """`model_type` of the whole -> of its text model."""
 

@@ -57,6 +57,15 @@ _CONFIG_FIELDS = {
     "embed_tokens_per_layer": "vocab_size, hidden_size_per_layer_input and num_hidden_layers",
     "per_layer_model_projection": "hidden_size_per_layer_input and num_hidden_layers",
     "per_layer_projection_norm": "hidden_size_per_layer_input",
+    "linear_attn": "linear_num_value_heads",
+    "in_proj_qkvz": "linear_num_key_heads, linear_num_value_heads and their head_dims",
+    "in_proj_qkv": "linear_num_key_heads, linear_num_value_heads and their head_dims",
+    "in_proj_ba": "linear_num_value_heads",
+    "in_proj_a": "linear_num_value_heads",
+    "in_proj_b": "linear_num_value_heads",
+    "in_proj_z": "linear_num_value_heads and linear_value_head_dim",
+    "out_proj": "linear_num_value_heads and linear_value_head_dim",
+    "conv1d": "linear_conv_kernel_dim and the linear heads",
     "per_layer_input_gate": "hidden_size_per_layer_input and hidden_size",
     "per_layer_projection": "hidden_size_per_layer_input and hidden_size",
     "attention_conv": "conv_kernel_size and hidden_size",
@@ -161,6 +170,7 @@ def load_weights(model: Decoder, model_dir: Path, options: LoadOptions) -> None:
         _values_from_keys(sources, placement_of, model_dir, config)
         _by_rows(sources, placement_of)
         _take_stacks_apart(sources, placement_of, model_dir)
+        _take_experts_apart(sources, placement_of)
         _check(placement_of, sources, model_dir, config)
         if not options.form.keeps_fp8 and any(source.scaled for source in sources.values()):
             logger.info("%s: quantised weights are read as floats (%s).", model_dir, options.dtype)
@@ -206,7 +216,7 @@ def _rows(part: str, owner: nn.Module) -> int:
     if isinstance(owner, MLP):
         return owner.intermediate_size
     assert isinstance(owner, Attention)
-    return (owner.num_heads if part == "q_proj" else owner.num_kv_heads) * owner.head_dim
+    return (owner.num_q_outputs if part == "q_proj" else owner.num_kv_heads) * owner.head_dim
 
 
 def _cut(part: str, module: nn.Module, owner: nn.Module, shape: tuple[int, ...]) -> Cut | None:
@@ -218,7 +228,13 @@ def _cut(part: str, module: nn.Module, owner: nn.Module, shape: tuple[int, ...])
 
 
 def _order(part: str, owner: nn.Module, rows: int) -> Tensor | None:
-    """Returns the order of a tensor's rows, where heads are laid out for their rotation."""
+    """Returns the order of a tensor's rows, where heads are laid out for their rotation, and where
+    a head's queries and gates are together."""
+    if part == "q_proj" and isinstance(owner, Attention) and owner.gates_output:
+        queries, gates = torch.arange(rows, device="cpu").view(-1, 2, owner.head_dim).unbind(1)
+        if owner.head_order is not None:
+            queries = queries[:, owner.head_order.to(queries.device)]
+        return torch.cat([gates.flatten(), queries.flatten()])
     order = owner.head_order if isinstance(owner, Attention) else None
     if order is None or part not in ("q_proj", "k_proj", "q_norm", "k_norm"):
         return None
@@ -356,6 +372,27 @@ def _take_stacks_apart(
             )
         for i, part in enumerate(parts):
             sources[part] = stack.rows(sum(sizes[:i]), sizes[i])
+
+
+def _take_experts_apart(
+    sources: dict[str, TensorSource], placement_of: Mapping[str, Placement]
+) -> None:
+    """Makes sources of each expert's parts, where a checkpoint of a family that has these has all
+    experts in one tensor: `gate_up_proj` [E, 2 * I, D] and `down_proj` [E, D, I]."""
+    for name in [name for name in sources if re.search(r"\.experts\.(gate_up|down)_proj$", name)]:
+        stack, (parent, last) = sources[name], name.rsplit(".", 1)
+        parts = PACKED.get(last, (last,))
+        first = [f"{parent}.0.{part}.weight" for part in parts]
+        if not all(part in placement_of and part not in sources for part in first):
+            continue
+        shape = placement_of[first[0]].source_shape
+        if len(stack.shape) != 3 or stack.shape[1:] != (shape[0] * len(parts), shape[1]):
+            continue  # then experts are missing, and it is surplus
+        del sources[name]
+        for expert in range(stack.shape[0]):
+            for i, part in enumerate(parts):
+                of_expert = stack.expert_rows(expert, i * shape[0], shape[0])
+                sources[f"{parent}.{expert}.{part}.weight"] = of_expert
 
 
 def _values_from_keys(

@@ -30,6 +30,7 @@ from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..models.drafters.clustered_head import ClusteredHead
+from ..models.gated_delta import bytes_of_memory
 from ..models.kv_layout import with_scales
 from ..ops.layer.fp8 import FP8
 from ..state.kv_cache import KVCacheManager, KVGroupSpec, PrefixReuse
@@ -209,8 +210,15 @@ def _kv_cache(
     link: EngineLink | None,
 ) -> KVCacheManager:
     config, saves = engine.kv_cache, loaded.drafter.mode.is_save_hidden_states()
+    is_recurrent = bool(loaded.target.config.linear_layers)
+    if is_recurrent and config.enable_block_reuse:
+        logger.info(
+            "The prefix cache is off: layers with linear attention keep no state of earlier "
+            "positions."
+        )
     reuse = PrefixReuse(
-        is_on=config.enable_block_reuse and not saves,  # a sample has every row
+        # A sample has every row.
+        is_on=config.enable_block_reuse and not saves and not is_recurrent,
         partial=config.enable_partial_reuse,
         tokens_ahead=loaded.worker.num_tokens_ahead,
     )
@@ -246,12 +254,32 @@ def _load(
         extra_kv=worker.num_extra_kv_tokens,
         rewritten=worker.num_rewritten_tokens,
         page_size=engine.kv_cache.tokens_per_block,
+        bytes_of_slots=_bytes_of_slots(engine, target, worker),
     )
     specs = _target_specs(engine, target)
     if drafter.model is not None:
         specs += drafter.model.kv_group_specs(target.options.dtype)
     num_blocks = size_cache(engine.kv_cache, specs, needs, device)
     return _Loaded(target, drafter, worker, needs, specs, num_blocks, graph_rows)
+
+
+def _bytes_of_slots(engine: EngineConfig, target: LoadedTarget, worker: SpecWorkerBase) -> int:
+    """Returns what layers with linear attention keep of all requests.
+
+    Raises:
+        ConfigError: a setting needs what such layers do not have.
+    """
+    if not target.config.linear_layers:
+        return 0
+    spec = worker.config
+    if spec is not None and spec.max_verified_drafts is not None:
+        raise ConfigError(
+            f"max_verified_drafts={spec.max_verified_drafts} does not work with linear attention, "
+            f"which {target.directory} has: its rows must follow each other. Leave it out."
+        )
+    return bytes_of_memory(
+        target.config, engine.max_batch_size, worker.max_draft_len, target.model.norm.weight
+    )
 
 
 def _target_specs(engine: EngineConfig, target: LoadedTarget) -> list[KVGroupSpec]:

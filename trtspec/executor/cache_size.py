@@ -30,6 +30,7 @@ class CacheNeeds:
     extra_kv: int  # rows that drafting writes past those
     rewritten: int  # rows that drafting computes again, before those
     page_size: int
+    bytes_of_slots: int = 0  # that layers with linear attention keep
 
     def behind_window(self, window: int, num_requests: int) -> int:
         """Returns the most blocks that `num_requests` requests hold at once, windows considered.
@@ -65,9 +66,12 @@ def size_cache(
     tokens = config.max_tokens
     if tokens is None:
         tokens = needs.max_batch_size * needs.max_seq_len
-        tokens = _tokens_within(_free_memory(config, device), specs, needs, tokens)
+        free = _free_memory(config, device)
+        _check_slots(needs, free)
+        tokens = _tokens_within(free - needs.bytes_of_slots, specs, needs, tokens)
     else:
-        memory = _memory(device)
+        memory = _memory(device) - needs.bytes_of_slots
+        _check_slots(needs, _memory(device))
         if _bytes(specs, needs, tokens) > memory:
             most = _tokens_within(memory, specs, needs, memory)
             raise ConfigError(
@@ -96,6 +100,16 @@ def size_cache(
             "KvCacheConfig.max_tokens."
         )
     return [count + NUM_RESERVED_BLOCKS for count in blocks]
+
+
+def _check_slots(needs: CacheNeeds, memory: float) -> None:
+    if needs.bytes_of_slots > memory:
+        each = needs.bytes_of_slots / (needs.max_batch_size + 1)
+        raise ConfigError(
+            f"max_batch_size={needs.max_batch_size}: layers with linear attention keep "
+            f"{each / 2**20:.1f} MiB of each request, and {memory / 2**30:.1f} GiB are there for "
+            f"that and the KV cache. Lower it to {int(memory / 2 / each)} or fewer."
+        )
 
 
 def longest_sequence(

@@ -18,6 +18,7 @@ from ..metadata.attention import AttentionMetadata, ImageRows, PackedRows
 from ..metadata.embeds import RereadEmbeds, RowEmbeds
 from ..metadata.guided import GuidedStep
 from ..metadata.mode import SpeculativeDecodingMode
+from ..metadata.recurrent import RecurrentPass
 from ..metadata.sampling import SamplingMetadata
 from ..metadata.spec import SpecMetadata
 from ..ops.step.packing import PassRows, pack_rows
@@ -297,6 +298,7 @@ def _attn_metadata(
         rope_position_ids=_rope_positions(step, inputs, deltas),
         rope_deltas=deltas,
         images=prompts.images,
+        recurrent=_recurrent(step, inputs, state),
         kv_lens=step.kv_lens,
         max_kv_len=min(inputs.max_kv_len, max_seq_len),
         kv_groups=kv_cache.groups,
@@ -304,6 +306,17 @@ def _attn_metadata(
         slot_mappings=step.slot_mappings,
         max_seq_len=max_seq_len,
     )
+
+
+def _recurrent(step: StepRows, inputs: StepInputs, state: SlotState) -> RecurrentPass | None:
+    if state.recurrent is None:
+        return None
+    contexts = inputs.contexts
+    firsts = step.position_ids[contexts.num_tokens :: inputs.num_drafts + 1]
+    taken_in = firsts + 1
+    if contexts.lens:
+        taken_in = torch.cat([contexts.ends, taken_in])
+    return state.recurrent.begin_pass(inputs.slot_ids, len(contexts.lens), taken_in)
 
 
 def _spec_metadata(

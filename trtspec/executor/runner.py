@@ -21,7 +21,9 @@ from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import RequestSampling
 from ..metadata.spec import CapturedHiddenStates
 from ..models.decoder import Decoder
+from ..models.gated_delta import allocate_memory
 from ..state.kv_cache import KVCacheManager
+from ..state.recurrent import RecurrentStates
 from ..state.slots import SlotState
 from ..utils import rows_to_tensor
 from ..workers.base import SpecWorkerBase
@@ -350,6 +352,11 @@ def _allocate_slots(parts: EngineParts, config: ExecutorConfig) -> SlotState:
     if _may_read_late(parts):
         width = max(1, len(parts.layers_to_capture)) * size
         state.missed = MissedRows.allocate(config.max_batch_size + 1, width, dtype, parts.device)
+    if target.config.linear_layers:
+        layers = allocate_memory(
+            target.config, config.max_batch_size, worker.max_draft_len, target.norm.weight
+        )
+        state.recurrent = RecurrentStates.of(layers)
     if parts.layers_to_capture:
         shape = config.max_num_tokens, len(parts.layers_to_capture) * size
         buffer = torch.zeros(shape, dtype=dtype, device=parts.device)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .recurrent import RecurrentPass
+
 NULL_BLOCK = 0
 """Block id that pads block tables. Always zeros: nothing writes it, masked reads may land in it."""
 SCRATCH_BLOCK = 1
@@ -124,6 +126,7 @@ class AttentionMetadata:
     `position_ids`. A row sees keys from W - 1 before these on, up to its `position_ids`."""
     packed: PackedRows | None = None
     """Set where generations have different numbers of rows, `rows_per_generation` at most."""
+    recurrent: RecurrentPass | None = None  # of models with linear attention
     images: tuple[ImageRows, ...] = ()
     """Rows of contexts that attend to each other in both directions, in layers trained so."""
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)

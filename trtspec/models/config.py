@@ -27,6 +27,7 @@ class MoENames:
     interleaves: bool = False  # its rows are a gate's and an up's in turn; else gates come first
     floats_by_columns: bool = False  # stacks are [E, in, out] where they are not quantised
     shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate.weight"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class MoEConfig:
     experts_per_token: int
     intermediate_size: int  # of one expert
     shared_intermediate_size: int = 0  # of the experts every token goes to, as one MLP; 0 is none
+    gates_shared: bool = False  # what they return is scaled by sigmoid(a product with one output)
     n_group: int = 1  # experts are chosen within the `topk_group` best of `n_group` groups
     topk_group: int = 1
     scoring: str = "sigmoid"  # or "softmax", over all experts
@@ -71,6 +73,27 @@ class MLAConfig:
     def latent_dim(self) -> int:
         """Width of a token in the cache: its latent, then its rotated key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class LinearAttentionConfig:
+    """Linear attention by the gated delta rule (arXiv:2412.06464): sizes of all heads."""
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple
+    key_head_dim: int
+    value_head_dim: int
+    conv_taps: int  # rows that the convolution sees
+    is_grouped: bool = False  # the checkpoint has q, k, v, z of each key head together (Qwen3-Next)
+
+    @property
+    def conv_size(self) -> int:
+        """Width of what the convolution reads: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.value_size
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_head_dim
 
 
 @dataclass(frozen=True)
@@ -111,12 +134,14 @@ class DecoderConfig:
     sinks_name: str = "attention_sink_bias"  # of their tensor in the checkpoint
     logits_softcap: float | None = None
     head_gate: bool = False  # attention's heads are scaled by sigmoid(g_proj(its input))
+    output_gate: bool = False  # attention's output is scaled by sigmoid(a part of q_proj's)
     rotary_dim: int | None = None  # of a head's dimensions only the first are rotated; None is all
     layer_windows: tuple[int | None, ...] = ()  # per layer; None is full attention
     layer_types: tuple[str, ...] = ()  # per layer, a key of `type_fields`; () is all alike
     # Both may go on after the last layer: then they are of the checkpoint's MTP layers.
     type_fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Layer type -> the fields of this config that are different in its layers."""
+    linear_attention: LinearAttentionConfig | None = None  # in place of attention
     moe: MoEConfig | None = None
     mtp_feeds_post_norm: bool | None = None  # the family's way; None is that of its MTP layout
     mla: MLAConfig | None = None
@@ -142,6 +167,12 @@ class DecoderConfig:
         if source is None:
             return layer
         return max(i for i, kind in enumerate(self.layer_types) if kind == source)
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """The layers whose attention is linear: they have a memory of fixed size, and no keys."""
+        layers = range(self.num_layers)
+        return tuple(i for i in layers if self.of_layer(i).linear_attention is not None)
 
     def moe_of_layer(self, layer: int) -> MoEConfig | None:
         """Returns the layer's mixture of experts; None where it has an MLP alone."""

@@ -43,6 +43,8 @@ def _problem(config: DecoderConfig, size: int, cuts_heads: bool) -> str | None:
         return None
     for layer in range(config.num_layers):
         moe, layer_config = config.moe_of_layer(layer), config.of_layer(layer)
+        if layer_config.linear_attention is not None:
+            return f"layer {layer} has linear attention, which is on one GPU alone"
         sizes = {"num_attention_heads": layer_config.num_heads if cuts_heads else 0}
         if moe is None or moe.beside_mlp:
             sizes["intermediate_size"] = layer_config.intermediate_size

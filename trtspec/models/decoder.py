@@ -49,6 +49,7 @@ from ..ops.layer.rope import CacheWrite, Rope, apply_rope, rope_and_write
 from ..ops.step.rows import draft_step, gather_rows
 from ..state.kv_cache import KVGroupSpec
 from .config import DecoderConfig
+from .gated_delta import GatedDeltaNet
 from .kv_layout import kv_group_specs, kv_locations
 from .mla import MLAttention
 from .moe import MoE, MoEBesideMLP
@@ -89,7 +90,9 @@ class Attention(nn.Module):
             self.attention_sink_bias = nn.Parameter(sinks, requires_grad=False)
         self.norms_values = config.value_norm
         self.images_attend_both_ways = config.images_attend_both_ways
-        qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.gates_output = config.output_gate
+        self.num_q_outputs = (1 + self.gates_output) * config.num_heads  # gates, then queries
+        qkv = (self.num_q_outputs + 2 * config.num_kv_heads) * config.head_dim
         size, queries = config.hidden_size, config.num_heads * config.head_dim
         self.qkv_proj = Linear(input_size or size, qkv, config.qkv_bias, parallel.heads())
         self.kv_shard = parallel.kv_shard(num_kv_heads)
@@ -120,13 +123,27 @@ class Attention(nn.Module):
             residual: None adds nothing.
             in_place: the sum takes the residual's memory.
         """
-        if isinstance(meta, DensePass):
-            out = self._attend_densely(inputs, norms, rope, meta)
+        gate: Tensor | None = None
+        if isinstance(meta, DensePass) or self.norms_all_heads or self.gates_output:
+            outputs = linear(inputs, self.qkv_proj, norms)
+            if self.gates_output:
+                gate = outputs[:, : self.num_heads * self.head_dim]
+                outputs = outputs[:, self.num_heads * self.head_dim :]
+            heads = self._heads(outputs, self.num_heads)
+            if isinstance(meta, DensePass):
+                out = self._attend_densely(heads, rope, meta)
+            else:
+                to = CacheWrite.of(meta, self.kv_group, self.cache_layer, self.sanitize_kv)
+                of_heads = self.qk_norms, self.norms_values
+                q = rope_and_write(heads, rope, self.num_heads, to, *of_heads)
+                out = self._attend_cached(q, meta)
         else:
-            out = self._attend_cached(inputs, norms, rope, meta)
+            out = self._attend_cached(self._queries(inputs, norms, rope, meta), meta)
         if self.g_proj is not None:
             gate = linear(inputs, self.g_proj, norms)  # [T, Hq]
-            out = out.view(-1, self.num_heads, self.head_dim) * gate.sigmoid()[:, :, None]
+        if gate is not None:
+            scale = gate.sigmoid().view(len(gate), self.num_heads, -1)
+            out = out.view(-1, self.num_heads, self.head_dim) * scale
         out = out.reshape(-1, self.num_heads * self.head_dim)
         return linear((out,), self.o_proj, residual=residual, in_place=in_place)
 
@@ -154,7 +171,7 @@ class Attention(nn.Module):
 
     def write_kv(self, inputs: Inputs, norms: Norms, rope: Rope, meta: AttentionMetadata) -> None:
         """Writes the keys and values of rows that attend to nothing; arguments as of `forward`."""
-        first = self.num_heads * self.head_dim  # behind the queries
+        first = self.num_q_outputs * self.head_dim  # behind the queries
         projection = self.qkv_proj.outputs_from(first)
         if projection is None:
             kv = linear(inputs, self.qkv_proj, norms)[:, first:].contiguous()
@@ -162,22 +179,13 @@ class Attention(nn.Module):
             kv = linear(inputs, projection, norms)
         self.write_heads(kv, rope, meta)
 
-    def _attend_cached(
-        self,
-        inputs: Inputs,
-        norms: Norms,
-        rope: Rope,
-        meta: AttentionMetadata,
-    ) -> Tensor:
+    def _queries(self, inputs: Inputs, norms: Norms, rope: Rope, meta: AttentionMetadata) -> Tensor:
+        """Returns the rotated queries, [T, Hq, D]; writes keys and values."""
         to = CacheWrite.of(meta, self.kv_group, self.cache_layer, self.sanitize_kv)
-        if self.norms_all_heads:
-            heads = self._heads(linear(inputs, self.qkv_proj, norms), self.num_heads)
-            q = rope_and_write(heads, rope, self.num_heads, to)
-        else:
-            of_heads = self.qk_norms, self.norms_values
-            q = qkv_rope_and_write(
-                inputs, self.qkv_proj, norms, rope, self.num_heads, to, *of_heads
-            )
+        of_heads = self.qk_norms, self.norms_values
+        return qkv_rope_and_write(inputs, self.qkv_proj, norms, rope, self.num_heads, to, *of_heads)
+
+    def _attend_cached(self, q: Tensor, meta: AttentionMetadata) -> Tensor:
         cached = CachedLayer.of(
             meta,
             self.kv_group,
@@ -189,14 +197,7 @@ class Attention(nn.Module):
         )
         return attend(self.backend, q, meta, cached, self.images_attend_both_ways)
 
-    def _attend_densely(
-        self,
-        inputs: Inputs,
-        norms: Norms,
-        rope: Rope,
-        dense: DensePass,
-    ) -> Tensor:
-        qkv = self._heads(linear(inputs, self.qkv_proj, norms), self.num_heads)
+    def _attend_densely(self, qkv: Tensor, rope: Rope, dense: DensePass) -> Tensor:
         q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         qk_norms = self.qk_norms
         if qk_norms is not None:
@@ -266,6 +267,8 @@ def feed_forward(config: DecoderConfig, layer: int) -> MLP | MoE | MoEBesideMLP:
 
 def attention_class(layer_config: DecoderConfig) -> Any:
     """Returns the attention module of a layer with this config."""
+    if layer_config.linear_attention is not None:
+        return GatedDeltaNet
     if layer_config.reads_kv_of is not None:
         return QueryAttention
     return Attention if layer_config.mla is None else MLAttention

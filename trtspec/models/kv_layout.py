@@ -2,7 +2,7 @@
 
 Layers that look back equally far and keep equally much share a group, and so a block table: a
 model of full and sliding-window layers has two groups, most models have one. A layer that reads
-another's keys and values has that one's location, and so no memory.
+another's keys and values has that one's location, and so no memory. Linear attention has none.
 """
 
 from __future__ import annotations
@@ -26,30 +26,33 @@ class KVLocation:
     index: int  # of the layer within the group
 
 
-def kv_locations(config: DecoderConfig) -> tuple[KVLocation, ...]:
-    """Returns the location of every layer."""
+def kv_locations(config: DecoderConfig) -> dict[int, KVLocation]:
+    """Returns the location of every layer that has keys and values."""
     seen: dict[object, int] = {}
     counts: list[int] = []
-    locations: list[KVLocation] = []
+    locations: dict[int, KVLocation] = {}
+    without = config.linear_layers
     for layer in range(config.num_layers):
+        if layer in without:
+            continue
         source = config.kv_layer(layer)
         if source != layer:
-            locations.append(locations[source])
+            locations[layer] = locations[source]
             continue
         group = seen.setdefault(_kind(config, layer), len(seen))
         if group == len(counts):
             counts.append(0)
-        locations.append(KVLocation(group, counts[group]))
+        locations[layer] = KVLocation(group, counts[group])
         counts[group] += 1
-    return tuple(locations)
+    return locations
 
 
 def kv_group_specs(config: DecoderConfig, dtype: torch.dtype) -> list[KVGroupSpec]:
     """Returns the shapes of the model's groups, in their order; none without layers."""
     locations = kv_locations(config)
     specs = []
-    for group in range(max((location.group for location in locations), default=-1) + 1):
-        layers = [i for i, location in enumerate(locations) if location.group == group]
+    for group in range(max((location.group for location in locations.values()), default=-1) + 1):
+        layers = [i for i, location in locations.items() if location.group == group]
         count = len({locations[i] for i in layers})  # of those with keys and values of their own
         window, kv_heads, head_dim, value_dim = _kind(config, layers[0])
         specs.append(
@@ -72,7 +75,7 @@ def with_scales(
     for group, spec in enumerate(specs):
         of_group = {
             location.index: scales[layer]
-            for layer, location in enumerate(locations)
+            for layer, location in locations.items()
             if location.group == group and config.kv_layer(layer) == layer
         }
         k, v = (torch.stack([of_group[i][side] for i in range(spec.num_layers)]) for side in (0, 1))

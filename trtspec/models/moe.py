@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..distributed.parallel import Cut, Parallel, Shard
 from ..layers.experts import Experts
+from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
 from ..ops.experts.torch import normed_router_logits, route, router_logits
 from ..ops.layer.activation import gate_and_mul
@@ -79,6 +80,9 @@ class MoE(nn.Module):
         super().__init__()
         self.gate, self.experts = Router(config, size), _experts(config, size, parallel)
         self.shared_experts, self.ranks = shared_experts, parallel.comm
+        self.shared_expert_gate: Linear | None = None
+        if config.gates_shared:
+            self.shared_expert_gate = Linear(size, 1, bias=False)
 
     def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden + MoE(norm(hidden)), [T, D], in hidden's memory."""
@@ -87,11 +91,19 @@ class MoE(nn.Module):
         if self.ranks.size > 1:
             routed = self.experts(x, *chosen)
             if self.shared_experts is not None:
-                routed = routed + self.shared_experts(hidden, norm, adds=False)
+                routed = routed + self._gated(self.shared_experts(hidden, norm, adds=False), x)
             return hidden.add_(self.ranks.all_reduce(routed))
-        if self.shared_experts is not None:
+        if self.shared_expert_gate is not None:
+            hidden.add_(self._gated(self.shared_experts(hidden, norm, adds=False), x))
+        elif self.shared_experts is not None:
             hidden = self.shared_experts(hidden, norm)
         return self.experts(x, *chosen, hidden)
+
+    def _gated(self, shared: Tensor, x: Tensor) -> Tensor:
+        """Scales what the shared experts return by the gate of their inputs, [T, D] both."""
+        if self.shared_expert_gate is None:
+            return shared
+        return shared * self.shared_expert_gate(x).sigmoid()
 
     def placements(self, name: str) -> dict[str, Placement]:
         """Returns the placement of each tensor. All experts are one parameter here, and in the
@@ -102,6 +114,10 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             shared = beside(name, names.shared)
             placement_of |= _mlp_placements(self.shared_experts, shared, f"{name}.shared_experts")
+        if self.shared_expert_gate is not None:
+            gate = f"{name}.shared_expert_gate"
+            size = self.shared_expert_gate.in_features
+            placement_of[beside(name, names.shared_gate)] = Placement(gate, "weight", 0, (1, size))
         return placement_of
 
 

@@ -16,6 +16,7 @@ from ..metadata.missed import MissedRows
 from ..metadata.sampling import RequestSampling, SlotSampling
 from ..metadata.spec import CapturedHiddenStates
 from ..utils import rows_to_tensor
+from .recurrent import RecurrentStates
 
 
 @dataclass
@@ -36,6 +37,7 @@ class SlotState:
     chances: Tensor | None = None
     """[S+1, K] float32: how likely it is that a draft and all before it are accepted, by the
     drafter. Ones where it does not say. Written by a step; None without `max_verified_drafts`."""
+    recurrent: RecurrentStates | None = None  # of layers with linear attention
     logits: LogitsState | None = None  # None until a request has penalties, biases or bans
 
     @staticmethod

@@ -112,8 +112,8 @@ def check_target(target: DecoderConfig, kind: str) -> None:
     """
     of_types = {name for fields in target.type_fields.values() for name in fields}
     differs = {
-        "layer_types": not of_types <= {"rope_parameters"},
-        "norm_offset": target.norm_offset != 0,
+        "layer_types": not of_types <= {"rope_parameters", "linear_attention"},
+        "embedding_scale": target.embedding_scale is not None,
         "sandwich_norms": target.sandwich_norms,
         "activation": target.activation != "silu",
     }
@@ -121,6 +121,7 @@ def check_target(target: DecoderConfig, kind: str) -> None:
         differs["layer_types"] = bool(target.layer_types)
         differs["post_norms"] = target.post_norms
         differs["norms_all_heads"] = target.norms_all_heads
+        differs["norm_offset"] = target.norm_offset != 0
     found = [name for name, value in differs.items() if value]
     if found:
         raise ConfigError(

@@ -14,6 +14,7 @@ from .gpt_oss import gpt_oss
 from .llama import llama, mistral, phi3, qwen2, qwen3, qwen3_moe, seed_oss, smollm3
 from .mixtral import minimax_m2, mixtral
 from .olmo import exaone4, exaone4_as_hf, olmo2, olmo3
+from .qwen_next import qwen3_5, qwen3_5_moe, qwen3_next, text_alone
 from .step import step3p5, step3p5_as_qwen3
 
 _GELU = ("gelu_pytorch_tanh",)
@@ -53,6 +54,20 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family("deepseek_v3", deepseek_v3),  # R1 too
     "kimi_k2": Family("deepseek_v3", deepseek_v3),  # under its own name
     "glm4_moe_lite": Family("glm4_moe_lite", glm4_moe_lite),
+    "qwen3_next": Family(
+        "qwen3_next", qwen3_next, has_partial_rotary=True, has_linear_attention=True
+    ),
+    **{
+        name: Family(
+            name,
+            fields,
+            as_hf=text_alone,
+            has_partial_rotary=True,
+            has_linear_attention=True,
+            is_text_alone=True,
+        )
+        for name, fields in (("qwen3_5_text", qwen3_5), ("qwen3_5_moe_text", qwen3_5_moe))
+    },
     "step3p5": Family("qwen3", step3p5, as_hf=step3p5_as_qwen3),
 }
 

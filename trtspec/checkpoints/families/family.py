@@ -27,6 +27,8 @@ class Family:
     has_partial_rotary: bool = False
     has_rope_by_type: bool = False  # rope_parameters: layer type -> parameters
     has_mrope: bool = False  # positions of three axes, by `mrope_section`
+    has_linear_attention: bool = False  # layers may be so
+    is_text_alone: bool = False  # M-RoPE's settings are passed over: no prompt has images
     fields_of_layers: tuple[str, ...] = ()  # that layers may have of their own: `per_layer_config`
 
 

@@ -56,7 +56,7 @@ def qwen_moe(hf: Any, where: Path) -> MoEConfig:
         intermediate_size=_count(hf, "moe_intermediate_size", _SIZES, where),
         scoring="softmax",
         has_correction_bias=False,
-        norm_topk_prob=bool(hf.norm_topk_prob),
+        norm_topk_prob=bool(getattr(hf, "norm_topk_prob", True)),
     )
     _check_choice(moe, where)
     return moe

@@ -1,0 +1,202 @@
+"""Linear attention by the gated delta rule, in the layers of Qwen3-Next and Qwen3.5.
+
+    normed inputs ─┬─▶ in_proj ─┬─ q, k, v ─▶ convolution ▸ delta rule ─▶ norm · silu(z) ─▶ out_proj
+                   │            └─ z ─────────────────────────────────────┘
+                   └─▶ gates_proj ─ strengths, decays ─▶ (delta rule)
+
+A layer keeps no keys: it has a matrix per head and slot (`ops/layer/delta_rule.py` has the formula,
+and what becomes of rejected drafts).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.base import AttentionBackend
+from ..attention.dense import DensePass
+from ..layers.fused import Inputs, Norms, linear
+from ..layers.linear import Linear
+from ..metadata.attention import AttentionMetadata
+from ..metadata.recurrent import DeltaMemory
+from ..ops.layer.delta_rule import (
+    Contexts,
+    DeltaRows,
+    DeltaWeights,
+    Generations,
+    delta_contexts,
+    delta_generations,
+    norm_and_gate,
+    places,
+)
+from .config import DecoderConfig, LinearAttentionConfig
+from .placement import Placement, beside
+
+
+class GatedDeltaNet(nn.Module):
+    """A layer's linear attention. Arguments as of `Attention`; there is no rotation, and nothing
+    of the KV cache. Its weights stay in float32 behind the products."""
+
+    def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
+        super().__init__()
+        sizes = config.of_layer(layer).linear_attention
+        assert sizes is not None
+        self.sizes, self.index = sizes, config.linear_layers.index(layer)
+        size, heads = config.hidden_size, sizes.num_value_heads
+        self.in_proj = Linear(size, sizes.conv_size + sizes.value_size, bias=False)
+        self.gates_proj = Linear(size, 2 * heads, bias=False)
+        self.out_proj = Linear(sizes.value_size, size, bias=False)
+        self.conv1d = _parameter(sizes.conv_size, 1, sizes.conv_taps)
+        self.a_log, self.dt_bias = _parameter(heads), _parameter(heads)
+        self.norm, self.eps = _parameter(sizes.value_head_dim), config.rms_norm_eps
+        self._weights: DeltaWeights | None = None
+
+    def forward(
+        self,
+        inputs: Inputs,
+        norms: Norms,
+        residual: Tensor | None,
+        rope: Any,
+        meta: AttentionMetadata | DensePass,
+        in_place: bool = True,
+    ) -> Tensor:
+        """residual + linear attention over the normed inputs, [T, D]."""
+        projected = linear(inputs, self.in_proj, norms)
+        mixed, z = projected.split([self.sizes.conv_size, self.sizes.value_size], dim=1)
+        rows = DeltaRows(mixed, linear(inputs, self.gates_proj, norms))
+        if isinstance(meta, DensePass):
+            out = self._read_documents(rows, meta)
+        else:
+            out = self._read(rows, meta)
+        out = norm_and_gate(out, z, self.norm, self.eps)
+        return linear((out,), self.out_proj, residual=residual, in_place=in_place)
+
+    def _read(self, rows: DeltaRows, meta: AttentionMetadata) -> Tensor:
+        states, count, contexts = meta.recurrent, meta.num_context_tokens, meta.num_contexts
+        assert states is not None
+        memory, outs = states.layers[self.index], []
+        if contexts:
+            requests = Contexts(
+                slots=states.slots[:contexts],
+                last_rows=meta.ends_of_contexts(),
+                positions=meta.position_ids[:count],
+            )
+            of_contexts = DeltaRows(*(x[:count] for x in rows))
+            outs.append(delta_contexts(of_contexts, self.weights, memory, requests))
+        if meta.num_generations:
+            firsts = meta.position_ids[count :: meta.rows_per_generation]
+            generations = Generations(states.slots[contexts:], firsts, states.taken_in)
+            of_generations = DeltaRows(*(x[count:] for x in rows))
+            outs.append(delta_generations(of_generations, self.weights, memory, generations))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _read_documents(self, rows: DeltaRows, dense: DensePass) -> Tensor:
+        """Reads whole sequences, each document of which begins with zeros."""
+        last_rows, positions = dense.documents
+        sizes, count = self.sizes, last_rows.shape[0]
+        memory = empty_memory(sizes, count, sizes.conv_taps, rows.mixed)
+        slots = torch.arange(count, device=positions.device)
+        return delta_contexts(rows, self.weights, memory, Contexts(slots, last_rows, positions))
+
+    @property
+    def weights(self) -> DeltaWeights:
+        if self._weights is None:
+            self._weights = DeltaWeights(
+                self.conv1d.data[:, 0].t().contiguous(), self.a_log.data, self.dt_bias.data
+            )
+        return self._weights
+
+    def placements(self, name: str) -> dict[str, Placement]:
+        """Returns the placement of each tensor; the checkpoint's module is `linear_attn`."""
+        sizes, size, heads = self.sizes, self.in_proj.in_features, self.sizes.num_value_heads
+        total = sizes.conv_size + sizes.value_size
+        if sizes.is_grouped:
+            parts = [
+                ("in_proj_qkvz", "in_proj", 0, total, _by_kind(sizes)),
+                ("in_proj_ba", "gates_proj", 0, 2 * heads, _gates_by_kind(sizes)),
+            ]
+        else:
+            parts = [
+                ("in_proj_qkv", "in_proj", 0, sizes.conv_size, None),
+                ("in_proj_z", "in_proj", sizes.conv_size, sizes.value_size, None),
+                ("in_proj_b", "gates_proj", 0, heads, None),
+                ("in_proj_a", "gates_proj", heads, heads, None),
+            ]
+        found = {
+            f"{part}.weight": Placement(f"{name}.{module}", "weight", start, (rows, size), order)
+            for part, module, start, rows, order in parts
+        }
+        found["out_proj.weight"] = Placement(
+            f"{name}.out_proj", "weight", 0, (size, sizes.value_size)
+        )
+        for part, leaf in (
+            ("conv1d.weight", "conv1d"),
+            ("A_log", "a_log"),
+            ("dt_bias", "dt_bias"),
+        ):
+            shape = tuple(getattr(self, leaf).shape)
+            found[part] = Placement(name, leaf, 0, shape, dtype=torch.float32)
+        found["norm.weight"] = Placement(name, "norm", 0, (sizes.value_head_dim,))
+        return {beside(name, f"linear_attn.{part}"): place for part, place in found.items()}
+
+
+def empty_memory(
+    sizes: LinearAttentionConfig, slots: int, places: int, like: Tensor
+) -> DeltaMemory:
+    """Returns what one layer keeps of some slots, with anything in it.
+
+    Args:
+        places: R, the rows that each slot keeps.
+        like: has the dtype of those rows, and the device.
+    """
+    heads = sizes.num_value_heads, sizes.key_head_dim, sizes.value_head_dim
+    return DeltaMemory(
+        matrices=like.new_empty(slots, *heads, dtype=torch.float32),
+        mixed=like.new_empty(slots, places, sizes.conv_size),
+        gates=like.new_empty(slots, places, 2 * sizes.num_value_heads),
+    )
+
+
+def allocate_memory(
+    config: DecoderConfig, num_slots: int, max_draft_len: int, like: Tensor
+) -> tuple[DeltaMemory, ...]:
+    """Returns what all such layers of a model keep of S slots and one scratch slot, zeroed.
+
+    Args:
+        max_draft_len: K, the most drafts of a pass.
+        like: as of `empty_memory`.
+    """
+    found = []
+    for layer in config.linear_layers:
+        sizes = config.of_layer(layer).linear_attention
+        assert sizes is not None
+        count = places(max_draft_len, sizes.conv_taps)
+        found.append(empty_memory(sizes, num_slots + 1, count, like))
+        for tensor in found[-1]:
+            tensor.zero_()
+    return tuple(found)
+
+
+def bytes_of_memory(config: DecoderConfig, num_slots: int, max_draft_len: int, like: Tensor) -> int:
+    """Returns the bytes of what `allocate_memory` returns."""
+    layers = allocate_memory(config, num_slots, max_draft_len, like.new_empty(0, device="meta"))
+    return sum(tensor.nbytes for memory in layers for tensor in memory)
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+
+def _by_kind(sizes: LinearAttentionConfig) -> Tensor:
+    """Returns the order that makes q, k, v and z of all heads out of those of each key head."""
+    keys, shared = sizes.num_key_heads, sizes.value_size // sizes.num_key_heads
+    parts = [sizes.key_head_dim, sizes.key_head_dim, shared, shared]
+    rows = torch.arange(keys * sum(parts), device="cpu").view(keys, -1)
+    return torch.cat([part.flatten() for part in rows.split(parts, dim=1)])
+
+
+def _gates_by_kind(sizes: LinearAttentionConfig) -> Tensor:
+    rows = torch.arange(2 * sizes.num_value_heads, device="cpu").view(sizes.num_key_heads, 2, -1)
+    return rows.transpose(0, 1).flatten()

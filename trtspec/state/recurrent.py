@@ -1,0 +1,41 @@
+"""What layers with linear attention keep of each request, by slot, on the device.
+
+It has a fixed size, whatever the length of the text. A request's first row, at position 0, begins
+with zeros, so nothing is cleared when a slot gets another request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..metadata.recurrent import DeltaMemory, RecurrentPass
+
+
+@dataclass(frozen=True)
+class RecurrentStates:
+    """S slots and one scratch slot."""
+
+    layers: tuple[DeltaMemory, ...]  # of each such layer, in their order
+    taken_in: Tensor  # [S+1] int64: how many of its tokens a slot's matrices have taken in
+
+    @staticmethod
+    def of(layers: tuple[DeltaMemory, ...]) -> RecurrentStates:
+        """Returns the states of these layers, of which there is one at least."""
+        matrices = layers[0].matrices
+        taken_in = torch.zeros(len(matrices), dtype=torch.int64, device=matrices.device)
+        return RecurrentStates(layers, taken_in)
+
+    def begin_pass(self, slots: Tensor, num_contexts: int, taken_in: Tensor) -> RecurrentPass:
+        """Notes what a pass takes in, and returns what its layers read.
+
+        Args:
+            slots: [B] int64, of C contexts and then G generations.
+            taken_in: [B] int64, how many tokens each request's matrices will have taken in: all of
+                a context's, of a generation those up to the pass's first row.
+        """
+        before = self.taken_in[slots[num_contexts:]]
+        self.taken_in[slots] = taken_in
+        return RecurrentPass(self.layers, slots, before)
