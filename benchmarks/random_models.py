@@ -73,6 +73,17 @@ def _llama(
     }
 
 
+QWEN_NEXT = {
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+}
+"""Of each fourth layer's attention, and of linear attention in the others."""
 PRESETS: dict[str, dict[str, Any]] = {
     "smollm2-135m": _llama(
         size=576,
@@ -169,6 +180,37 @@ PRESETS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "quantization_config": {"quant_method": "mxfp4"},
     },
+    "qwen3.5-9b": _llama(
+        size=4096,
+        inner=12_288,
+        layers=32,
+        heads=16,
+        kv_heads=4,
+        vocab=248_320,
+        rope_theta=1e7,
+        tied=False,
+        **QWEN_NEXT,
+        model_type="qwen3_5_text",
+        draft_vocab_size=32_000,
+    ),
+    "qwen3-next-24-layers": _llama(  # of 48: 81 GB
+        size=2048,
+        inner=5120,
+        layers=24,
+        heads=16,
+        kv_heads=2,
+        vocab=151_936,
+        rope_theta=1e7,
+        tied=False,
+        **QWEN_NEXT,
+        model_type="qwen3_next",
+        num_experts=512,
+        num_experts_per_tok=10,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        norm_topk_prob=True,
+        draft_vocab_size=32_000,
+    ),
     "tiny": _llama(
         size=64,
         inner=128,
@@ -403,11 +445,15 @@ class Model:
 
     def kv_bytes(self, num_tokens: float, num_layers: int | None = None) -> float:
         """Keys and values of one request of that length: of the target, or of draft layers, which
-        are like its last."""
+        are like its last. Of linear attention the matrices, which are read and written."""
         c, specs = self.decoder, kv_group_specs(self.decoder, torch.bfloat16)
         layers = range(c.num_layers) if num_layers is None else [c.num_layers - 1] * num_layers
         total = 0.0
         for layer in layers:
+            sizes = c.of_layer(layer).linear_attention
+            if sizes is not None:
+                total += 2 * 4 * sizes.value_size * sizes.key_head_dim
+                continue
             spec, window = specs[kv_locations(c)[layer].group], c.window(layer)
             tokens = num_tokens if window is None or num_layers else min(num_tokens, window)
             total += tokens * spec.bytes_per_token() / spec.num_layers

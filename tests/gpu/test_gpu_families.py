@@ -31,12 +31,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 LAYERS = 6
+LINEAR, FULL = "linear_attention", "full_attention"
 CASES = [
     ("mistral", "ngram"), ("mistral", "eagle3"), ("qwen3", "eagle3"), ("qwen3_moe", "ngram"),
     ("mimo", "mtp"), ("mimo", "vanilla"), ("qwen3_next", "mtp"), ("qwen3_next", "vanilla"),
     ("step_moe", "plain"), ("step_moe", "vanilla"), ("step_moe", "ngram"),
     ("gemma4_moe", "plain"), ("gemma4_moe", "ngram"), ("gemma4_moe", "assistant"),
     ("mixtral", "ngram"), ("minimax_m2", "ngram"), ("minimax_m2", "eagle3"),
+    ("qwen3_5", "ngram"), ("qwen3_5", "eagle3"), ("qwen3_5", "mtp"), ("qwen3_5", "vanilla"),
+    ("qwen3_next_moe", "plain"), ("qwen3_next_moe", "mtp"),
     ("olmo3", "eagle3"), ("exaone4", "ngram"), ("smollm3", "ngram"),
     ("gpt_oss", "ngram"), ("gpt_oss", "eagle3"), ("mxfp4", "plain"), ("mxfp4", "ngram"),
 ]  # fmt: skip
@@ -59,6 +62,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mtp_model_dir(path, layout="deepseek_v3", **latent).rename(path / "deepseek_v3")
     for layout in ("mimo", "qwen3_next"):
         mtp_model_dir(path, layout=layout, **shape).rename(path / layout)
+    linear = {**shape, "layout": "qwen3_next", "layer_types": [LINEAR, LINEAR, FULL] * 2}
+    for name, family in (("qwen3_5", "qwen3_5_text"), ("qwen3_next_moe", "qwen3_next")):
+        mtp_model_dir(path, family=family, **linear).rename(path / name)
     step_dir(path, **MOE).rename(path / "step_moe")
     moe_dir(path, seed=5, layers_weigh=4, final_logit_softcapping=30.0).rename(path / "gemma4_moe")
     gpt_oss_dir(path, **shape).rename(path / "gpt_oss")

@@ -14,7 +14,7 @@ import torch
 from matrix import full
 from oracle import VOCAB, Oracle
 from safetensors.torch import load_file, save_file
-from tiny_heads import NaiveHead, eagle1_dir, eagle3_dir, mtp_model_dir
+from tiny_heads import GATED, NaiveHead, eagle1_dir, eagle3_dir, mtp_model_dir
 from torch import Tensor
 
 from trtspec import LLM, EagleDecodingConfig, KvCacheConfig, MTPDecodingConfig, SamplingParams
@@ -94,6 +94,8 @@ def _mtp(tmp_path: Path, k: int, **options: Any) -> Case:
     pre_norm, fused = options.pop("pre_norm", False), options.pop("fused", True)
     target = mtp_model_dir(tmp_path, layout=layout, num_mtp_layers=k if vanilla else 2, **options)
     flags = {"vanilla": vanilla, "layout": layout, "pre_norm": pre_norm, "first": 3}
+    if options.get("family") in GATED:
+        flags["rotary_dim"] = 2
     if layout == "glm":  # feeds on the pre-norm hidden state by itself
         flags |= {"pre_norm": True, "rotary_dim": 4}
     if layout == "mimo":
@@ -147,6 +149,8 @@ def make_case(name: str, target: Path, tmp_path: Path, k: int) -> Case:
         "qwen3_next": lambda: _mtp(tmp_path, k, layout="qwen3_next"),
         "qwen3_next_vanilla": lambda: _mtp(tmp_path, k, vanilla=True, layout="qwen3_next"),
         "deepseek_v3": lambda: _mtp(tmp_path, k, layout="deepseek_v3", own_ends=True),
+        "qwen3_5": lambda: _mtp(tmp_path, k, layout="qwen3_next", family="qwen3_5_text"),
+        "qwen3_next_moe": lambda: _mtp(tmp_path, k, layout="qwen3_next", family="qwen3_next"),
         "deepseek_v3_vanilla": lambda: _mtp(
             tmp_path, k, vanilla=True, layout="deepseek_v3", q_lora_rank=None, rms_norm_eps=1e-3
         ),
@@ -158,6 +162,7 @@ CASES = [
     "eagle3", "eagle3_flags", "eagle3_before_fc", "eagle3_two_engine", "eagle1", "mtp_eagle",
     "mtp_eagle_two_engine", "mtp_eagle_pre_norm", "mimo", "mtp_vanilla", "mtp_vanilla_own_ends",
     "mimo_vanilla", "glm", "glm_vanilla", "qwen3_next", "qwen3_next_vanilla",
+    "qwen3_5", "qwen3_next_moe",
     "deepseek_v3", "deepseek_v3_vanilla",
 ]  # fmt: skip
 

@@ -178,10 +178,11 @@ def mtp_model_dir(
 
     Args:
         layout: "deepseek" is its names over a Llama, "deepseek_v3" a DeepSeek-V3 all through, as
-            "glm4_moe_lite" is a GLM.
+            "glm4_moe_lite" is a GLM. "qwen3_next" is its names over a Qwen3 or over `family`.
         own_ends: DeepSeek's form with embedding and head of their own (different ones here).
     """
-    family = family if layout == "deepseek" else _FAMILY_OF_LAYOUT[layout]
+    if layout not in ("deepseek", "qwen3_next") or family == "llama":
+        family = _FAMILY_OF_LAYOUT.get(layout, family)
     if layout == "glm":
         overrides = {"head_dim": HEAD_DIM, "num_attention_heads": HEADS, **overrides}
     if layout == "qwen3_next":
@@ -194,6 +195,11 @@ def mtp_model_dir(
         layer = _layer_shapes(prefix, SIZE, SIZE, bias=layout in ("mimo", "glm"))
         if layout in ("glm", "qwen3_next"):
             layer |= {f"{prefix}self_attn.{part}_norm.weight": (HEAD_DIM,) for part in "qk"}
+        if family in GATED:  # queries and gates of a head together
+            layer[f"{prefix}self_attn.q_proj.weight"] = (2 * HEADS * HEAD_DIM, SIZE)
+        if "shared_expert_intermediate_size" in raw:
+            layer = {name: shape for name, shape in layer.items() if f"{prefix}mlp" not in name}
+            layer |= _qwen_moe_shapes(f"{prefix}mlp.", raw)
         if layout in ("glm", *_LATENT):
             layer = {name: shape for name, shape in layer.items() if f"{prefix}mlp" not in name}
             layer |= _moe_shapes(f"{prefix}mlp.", raw)
@@ -224,6 +230,7 @@ def mtp_model_dir(
     return path
 
 
+GATED = "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"
 _LATENT = "deepseek_v3", "glm4_moe_lite"
 _FAMILY_OF_LAYOUT = {
     "mimo": "qwen2", "deepseek_v3": "deepseek_v3", "glm": "glm4_moe", "qwen3_next": "qwen3",
@@ -244,6 +251,23 @@ def mtp_prefix_and_names(layout: str, absolute: int, index: int) -> tuple[str, t
         prefix = f"model.layers.{absolute}."
         own = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     return prefix, tuple(prefix + name for name in own)
+
+
+def _qwen_moe_shapes(prefix: str, raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    inner, shared = raw["moe_intermediate_size"], raw["shared_expert_intermediate_size"]
+    widths = {f"experts.{e}": inner for e in range(raw["num_experts"])} | {"shared_expert": shared}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}gate.weight": (raw["num_experts"], SIZE),
+        f"{prefix}shared_expert_gate.weight": (1, SIZE),
+    }
+    for name, width in widths.items():
+        for part, shape in (
+            ("gate", (width, SIZE)),
+            ("up", (width, SIZE)),
+            ("down", (SIZE, width)),
+        ):
+            shapes[f"{prefix}{name}.{part}_proj.weight"] = shape
+    return shapes
 
 
 def _moe_shapes(prefix: str, raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -313,6 +337,9 @@ class NaiveHead:
         if f"{name}.kv_b_proj.weight" in self.t:
             return self.latent_attention(x, positions, cache, name)
         q, k = (self.linear(x, f"{name}.{part}_proj").view(len(x), -1, HEAD_DIM) for part in "qk")
+        gate: Tensor | None = None
+        if q.shape[1] == 2 * HEADS:  # a head's queries, then its gates
+            q, gate = q[:, ::2], q[:, 1::2]
         if f"{name}.q_norm.weight" in self.t:
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
         rotated = self.flags.get("rotary_dim", HEAD_DIM)
@@ -334,9 +361,8 @@ class NaiveHead:
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(HEAD_DIM)
         distance = positions[None, :, None] - positions_k[None, None]
         unseen = (distance < 0) | (distance >= self.flags.get("window", math.inf))
-        out = torch.einsum(
-            "hqk,khd->qhd", scores.masked_fill(unseen, -math.inf).softmax(-1), v
-        ).flatten(1)
+        out = torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -math.inf).softmax(-1), v)
+        out = (out if gate is None else out * gate.sigmoid()).flatten(1)
         return self.linear(out, f"{name}.o_proj")
 
     def latent_attention(
@@ -378,6 +404,8 @@ class NaiveHead:
     def moe(self, x: Tensor, name: str) -> Tensor:
         """Row by row, in Python numbers where it chooses."""
         raw, out = self.raw, []
+        if "shared_expert_intermediate_size" in raw:
+            return self.qwen_moe(x, name)
         scores = torch.sigmoid(x @ self.t[f"{name}.gate.weight"].T)
         choice = scores + self.t[f"{name}.gate.e_score_correction_bias"]
         size = raw["n_routed_experts"] // raw["n_group"]
@@ -390,6 +418,18 @@ class NaiveHead:
             y = self.mlp(row[None], f"{name}.shared_experts")
             for e in chosen:
                 weight = own[e] / total * raw["routed_scaling_factor"]
+                y = y + weight * self.mlp(row[None], f"{name}.experts.{e}")
+            out.append(y)
+        return torch.cat(out)
+
+    def qwen_moe(self, x: Tensor, name: str) -> Tensor:
+        """Qwen3-Next's: softmax, and a gate on what the shared expert says."""
+        out = []
+        for row, scores in zip(x, (x @ self.t[f"{name}.gate.weight"].T).softmax(-1), strict=True):
+            best = scores.topk(self.raw["num_experts_per_tok"])
+            gate = self.linear(row[None], f"{name}.shared_expert_gate").sigmoid()
+            y = gate * self.mlp(row[None], f"{name}.shared_expert")
+            for weight, e in zip(best.values / best.values.sum(), best.indices, strict=True):
                 y = y + weight * self.mlp(row[None], f"{name}.experts.{e}")
             out.append(y)
         return torch.cat(out)

@@ -288,10 +288,10 @@ def _change(path: Path, **fields: Any) -> None:
         ({"routed_scaling_factor": 0.0}, ["routed_scaling_factor"]),
         ({"partial_rotary_factor": 0.2, "rope_parameters": None}, ["partial_rotary_factor=0.2"]),
         ({"layer_types": ["linear_attention"] * 2 + ["full_attention"]},
-         ["2 of 3", "'linear_attention'", "allowed are 'full_attention'", "Use a model"]),
-        ({"model_type": "qwen3_5", "text_config": {"layer_types": ["linear_attention"]}},
+         ["2 of 3", "'linear_attention'", "allowed are 'full_attention'", "use one of them"]),
+        ({"model_type": "other_vl", "text_config": {"layer_types": ["linear_attention"]}},
          ["1 of 1", "'linear_attention'"]),
-        ({"model_type": "qwen3_next", "full_attention_interval": 4},
+        ({"model_type": "olmo_hybrid", "full_attention_interval": 4},
          ["full_attention_interval=4", "'linear_attention'"]),
     ],
 )  # fmt: skip

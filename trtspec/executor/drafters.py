@@ -225,6 +225,12 @@ class DraftTargetLoader(DrafterLoader[DraftTargetDecodingConfig]):
         assert spec.speculative_model is not None  # the config requires it
         self.directory = resolve_model(spec.speculative_model)
         self.draft_config = load_config(self.directory)
+        if self.draft_config.linear_layers:
+            raise ConfigError(
+                f"speculative_model={str(self.directory)!r} has linear attention, which takes in "
+                "each draft for good: such a model cannot draft. Use its MTP layers over a target "
+                "of its own kind, or a draft model without linear attention."
+            )
 
     @property
     def position_limits(self) -> list[DecoderConfig]:

@@ -34,6 +34,11 @@ def check_embeds(
             f"prompt_embeds is {prompt.prompt_embeds.shape[1]} wide, the model's hidden size is "
             f"{weight.shape[1]}: give embeddings of the model's own encoder."
         )
+    if target.config.linear_layers and target.config.raw.get("is_text_part"):
+        raise RequestError(
+            "This prompt has embeddings. Images of Qwen3.5 have positions on three axes in turn "
+            "(mrope_interleaved), which are not computed: its text model is used alone. Give ids."
+        )
     if prompt.is_embed is None and target.per_layer_inputs is not None:
         raise RequestError(
             "is_embed is not given, but this model has per-layer inputs: its layers read each "

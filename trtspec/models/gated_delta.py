@@ -112,6 +112,7 @@ class GatedDeltaNet(nn.Module):
         """Returns the placement of each tensor; the checkpoint's module is `linear_attn`."""
         sizes, size, heads = self.sizes, self.in_proj.in_features, self.sizes.num_value_heads
         total = sizes.conv_size + sizes.value_size
+        parts: list[tuple[str, str, int, int, Tensor | None]]
         if sizes.is_grouped:
             parts = [
                 ("in_proj_qkvz", "in_proj", 0, total, _by_kind(sizes)),

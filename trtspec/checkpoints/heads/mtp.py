@@ -99,7 +99,7 @@ def parse_mtp(
         own_lm_head="layers.0.lm_head.weight" in names,
         hidden_first=layout.hidden_first,
         norm_output=layout.norm_output if of_family is None else of_family,
-        zero_centered_norms=layout.zero_centered_norms,
+        zero_centered_norms=layout.zero_centered_norms and not decoder.norm_offset,
     )
 
 

@@ -135,8 +135,9 @@ def delta_contexts(
         earlier = memory.mixed[slot, before % size].masked_fill((before < 0)[:, None], 0)
         mixed = torch.cat((earlier, rows.mixed[begin:end]))
         of_rows = _of_rows(mixed[None], rows.gates[None, begin:end], weights, memory)
+        q, k, v, g, b = (x[0] for x in of_rows)
         state = memory.matrices[slot] if position else torch.zeros_like(memory.matrices[slot])
-        out[begin:end], memory.matrices[slot] = _chunks(*(x[0] for x in of_rows), state)
+        out[begin:end], memory.matrices[slot] = _chunks(q, k, v, g, b, state)
         kept = torch.arange(max(begin, end - (taps - 1)), end, device=out.device)
         memory.mixed[slot, requests.positions[kept] % size] = rows.mixed[kept]
         begin = end
