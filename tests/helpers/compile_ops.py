@@ -1,4 +1,5 @@
-"""Compiles the Triton kernels of `ops/tokens`, `ops/step` and `ops/padded` for a Hopper GPU.
+"""Compiles the Triton kernels of `ops/tokens`, `ops/step` and `ops/padded` for a Hopper GPU, and
+those of the gated delta rule.
 
 Run as a script, it prints as JSON the names of the kernels there are, and the shared memory of
 those compiled. It needs an environment without TRITON_INTERPRET.
@@ -20,6 +21,15 @@ from trtspec.metadata.attention import AttentionMetadata, KVGroup
 from trtspec.metadata.draft_memory import DraftMemory
 from trtspec.metadata.missed import MissedRows
 from trtspec.metadata.sampling import SamplingMetadata, SlotSampling
+from trtspec.ops.layer import triton_delta_rule
+from trtspec.ops.layer.delta_rule import (
+    Contexts,
+    DeltaMemory,
+    DeltaRows,
+    DeltaWeights,
+    Generations,
+    places,
+)
 from trtspec.ops.padded import torch as padded_torch
 from trtspec.ops.padded import triton as padded
 from trtspec.ops.step import triton_drafts, triton_missed, triton_packing, triton_rows
@@ -42,6 +52,7 @@ from trtspec.ops.tokens.ring import Ring
 from trtspec.ops.tokens.walk import Codebooks, PathCandidates
 
 MODULES = (
+    "layer.triton_delta_rule",
     "padded.triton",
     "step.triton_drafts",
     "step.triton_missed",
@@ -215,6 +226,37 @@ def vllm() -> dict[str, Any]:
     return found
 
 
+def delta() -> dict[str, Any]:
+    """The kernels of a layer of the gated delta rule, in sizes of Qwen3-Next."""
+    key_heads, heads, dim, taps, drafts, rows = 16, 32, 128, 4, 3, 16
+    channels = (2 * key_heads + heads) * dim
+
+    def half(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    triton_delta_rule.splits = lambda x: x.dtype != torch.float32  # as on a GPU
+    joined = half(rows, channels + heads * dim)
+    given = (
+        DeltaRows(joined[:, :channels], half(rows, 2 * heads)),
+        DeltaWeights(torch.zeros(taps, channels), torch.zeros(heads), torch.zeros(heads)),
+        DeltaMemory(
+            matrices=torch.zeros(SLOTS, heads, dim, dim),
+            mixed=half(SLOTS, places(drafts, taps), channels),
+            gates=half(SLOTS, places(drafts, taps), 2 * heads),
+        ),
+    )
+    gate = joined[:, channels:]
+    calls = (
+        (triton_delta_rule.delta_generations, *given, Generations(*longs(3, rows // (drafts + 1)))),
+        (triton_delta_rule.delta_contexts, *given, Contexts(*longs(2, 3), longs(rows))),
+        (triton_delta_rule.norm_and_gate, half(rows, heads, dim), gate, half(dim), 1e-6),
+    )
+    found: dict[str, Any] = {}
+    for function, *arguments in calls:
+        found |= compiled(function, *arguments)
+    return found
+
+
 def kernels() -> set[str]:
     """The names of all kernels of these modules: jitted functions that a host function launches."""
     modules = [importlib.import_module(f"trtspec.ops.{name}") for name in MODULES]
@@ -228,7 +270,7 @@ def kernels() -> set[str]:
 
 
 if __name__ == "__main__":
-    found = step() | vllm()
+    found = step() | vllm() | delta()
     for case in product([False, True], repeat=4):
         has_memory, has_table, has_filters, is_block = case
         if has_filters == has_memory and (has_memory or not is_block):

@@ -148,7 +148,7 @@ def _recurrent(config: DecoderConfig, count: int, dtype: torch.dtype) -> Recurre
         return None
     layers = allocate_memory(config, count, 3, torch.empty(0, dtype=dtype))
     none = torch.empty(0, dtype=torch.int64)
-    return RecurrentPass(layers, torch.arange(count), none)
+    return RecurrentPass(layers, torch.arange(count), none, none)
 
 
 def constant_target_dir(tmp_path: Path, **overrides: Any) -> Path:

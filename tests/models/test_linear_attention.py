@@ -17,12 +17,15 @@ from oracle import VOCAB, Oracle, logit_error, prompt_tensors
 from safetensors.torch import load_file
 from thread_ranks import ThreadRanks
 from tiny import tiny_model_dir
+from tiny_heads import mtp_model_dir
+from tiny_trained import trained_head
 from torch import Tensor
 
 from trtspec import (
     LLM,
     DraftTargetDecodingConfig,
     EmbedsPrompt,
+    MTPDecodingConfig,
     NGramDecodingConfig,
     SamplingParams,
 )
@@ -30,6 +33,7 @@ from trtspec.attention.dense import DensePass
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.distributed.parallel import Parallel
+from trtspec.doctor import diagnose
 from trtspec.errors import CheckpointError, ConfigError, RequestError
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -230,3 +234,26 @@ def test_all_tensors_are_read(target: Any) -> None:
     model = load_decoder(path, ON_CPU)
     names = {n for n in load_file(path / "model.safetensors") if "layers.1.linear_attn" in n}
     assert len(names) == 9 and model.config.linear_layers == (0, 1)
+
+
+# -- training ------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_mtp_layers_that_learned_texts_draft_them(tmp_path: Path) -> None:
+    """Along whole sequences the target and the layer, with its gates, read what they read in
+    serving; the doctor finds nothing."""
+    path = mtp_model_dir(
+        tmp_path, layout="qwen3_next", family="qwen3_5_text", num_mtp_layers=1,
+        num_hidden_layers=4, layer_types=[LINEAR, LINEAR, FULL, LINEAR],
+    )  # fmt: skip
+    trained = trained_head(path, path, "mtp", 250)
+    llm = cpu_engine(path, MTPDecodingConfig(num_nextn_predict_layers=2))
+    prompts = [[7 * i % 90 + 3, i + 3] for i in range(10)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=28, ignore_eos=True))
+    said = [
+        prompt + list(o.outputs[0].token_ids) for prompt, o in zip(prompts, outputs, strict=True)
+    ]
+    assert said == trained.texts.input_ids.tolist()
+    length = llm.executor.stats().acceptance_length
+    assert length is not None and length > 2.5
+    verdict = diagnose(trained.target, path, "mtp", trained.texts).verdict
+    assert verdict.startswith("No known mistake"), verdict

@@ -94,9 +94,10 @@ def _layers(parts: nn.Module) -> list[Attention]:
 
 def _reorder(layer: Attention, order: Tensor) -> None:
     """order: of the rows of each head of queries and keys."""
-    starts = torch.arange(layer.num_heads + layer.num_kv_heads) * layer.head_dim
+    gates = (layer.num_q_outputs - layer.num_heads) * layer.head_dim  # before the queries
+    starts = gates + torch.arange(layer.num_heads + layer.num_kv_heads) * layer.head_dim
     rows = (starts[:, None] + order).flatten()
     for part in (layer.qkv_proj.weight, layer.qkv_proj.bias):
         if part is not None:
-            there = rows.to(part.device)
-            part.data = torch.cat([part.data[there], part.data[len(rows) :]])
+            there, end = rows.to(part.device), gates + len(rows)
+            part.data = torch.cat([part.data[:gates], part.data[there], part.data[end:]])

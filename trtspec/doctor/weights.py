@@ -320,6 +320,6 @@ def _product(attention: Attention, name: str) -> Tensor:
 
 
 def _rows(attention: Attention) -> list[int]:
-    """Returns how many rows of qkv_proj make queries, keys and values."""
+    """Returns how many rows of qkv_proj make queries, with their gates, keys and values."""
     keys = attention.num_kv_heads * attention.head_dim
-    return [attention.num_heads * attention.head_dim, keys, keys]
+    return [attention.num_q_outputs * attention.head_dim, keys, keys]

@@ -311,12 +311,8 @@ def _attn_metadata(
 def _recurrent(step: StepRows, inputs: StepInputs, state: SlotState) -> RecurrentPass | None:
     if state.recurrent is None:
         return None
-    contexts = inputs.contexts
-    firsts = step.position_ids[contexts.num_tokens :: inputs.num_drafts + 1]
-    taken_in = firsts + 1
-    if contexts.lens:
-        taken_in = torch.cat([contexts.ends, taken_in])
-    return state.recurrent.begin_pass(inputs.slot_ids, len(contexts.lens), taken_in)
+    firsts = step.position_ids[inputs.contexts.num_tokens :: inputs.num_drafts + 1]
+    return state.recurrent.begin_pass(inputs.slot_ids, inputs.contexts.ends, firsts)
 
 
 def _spec_metadata(

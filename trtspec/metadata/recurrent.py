@@ -21,4 +21,5 @@ class RecurrentPass(NamedTuple):
 
     layers: tuple[DeltaMemory, ...]
     slots: Tensor  # [B] int64
+    firsts: Tensor  # [G] int64, position of each generation's first row
     taken_in: Tensor  # [G] int64, tokens that the generations' matrices have taken in before

@@ -86,8 +86,8 @@ class GatedDeltaNet(nn.Module):
             of_contexts = DeltaRows(*(x[:count] for x in rows))
             outs.append(delta_contexts(of_contexts, self.weights, memory, requests))
         if meta.num_generations:
-            firsts = meta.position_ids[count :: meta.rows_per_generation]
-            generations = Generations(states.slots[contexts:], firsts, states.taken_in)
+            slots = states.slots[contexts:]
+            generations = Generations(slots, states.firsts, states.taken_in)
             of_generations = DeltaRows(*(x[count:] for x in rows))
             outs.append(delta_generations(of_generations, self.weights, memory, generations))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..metadata.recurrent import DeltaMemory, RecurrentPass
+from ..ops.step.recurrent import begin_pass
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,11 @@ class RecurrentStates:
         taken_in = torch.zeros(len(matrices), dtype=torch.int64, device=matrices.device)
         return RecurrentStates(layers, taken_in)
 
-    def begin_pass(self, slots: Tensor, num_contexts: int, taken_in: Tensor) -> RecurrentPass:
+    def begin_pass(self, slots: Tensor, ends: Tensor, firsts: Tensor) -> RecurrentPass:
         """Notes what a pass takes in, and returns what its layers read.
 
         Args:
-            slots: [B] int64, of C contexts and then G generations.
-            taken_in: [B] int64, how many tokens each request's matrices will have taken in: all of
-                a context's, of a generation those up to the pass's first row.
+            slots, ends, firsts: as of `ops.step.recurrent.begin_pass`.
         """
-        before = self.taken_in[slots[num_contexts:]]
-        self.taken_in[slots] = taken_in
-        return RecurrentPass(self.layers, slots, before)
+        firsts, before = begin_pass(self.taken_in, slots, ends, firsts)
+        return RecurrentPass(self.layers, slots, firsts, before)
