@@ -421,6 +421,54 @@ void walk_markov(TensorView logits, TensorView before, TensorView w1, TensorView
   });
 }
 
+// mixed [T, C], gates [T, 2 * Hv], z [T, Hv * 128], conv [4, C] float32, a_log, dt_bias [Hv] float32, norm
+// [128], matrices [S, Hv, 128, 128] float32, kept_mixed [S, R, C], kept_gates [S, R, 2 * Hv], slots, firsts,
+// taken_in [G] int64, out [T, Hv * 128].
+void delta_generations(TensorView mixed, TensorView gates, TensorView z, TensorView conv,
+                       TensorView a_log, TensorView dt_bias, TensorView norm, double eps,
+                       double length_eps, TensorView matrices, TensorView kept_mixed,
+                       TensorView kept_gates, TensorView slots, TensorView firsts,
+                       TensorView taken_in, TensorView out) {
+  trtspec::DeltaParams p = {};
+  p.mixed = mixed.data_ptr(), p.mixed_row = mixed.stride(0);
+  p.gates = gates.data_ptr(), p.gates_row = gates.stride(0);
+  p.z = z.data_ptr(), p.z_row = z.stride(0);
+  p.conv = static_cast<const float*>(conv.data_ptr());
+  p.a_log = static_cast<const float*>(a_log.data_ptr());
+  p.dt_bias = static_cast<const float*>(dt_bias.data_ptr());
+  p.norm = norm.data_ptr(), p.eps = static_cast<float>(eps);
+  p.length_eps = static_cast<float>(length_eps);
+  p.matrices = static_cast<float*>(matrices.data_ptr());
+  p.kept_mixed = kept_mixed.data_ptr(), p.kept_gates = kept_gates.data_ptr();
+  p.slots = static_cast<const int64_t*>(slots.data_ptr());
+  p.firsts = static_cast<const int64_t*>(firsts.data_ptr());
+  p.taken_in = static_cast<const int64_t*>(taken_in.data_ptr());
+  p.out = out.data_ptr();
+  constexpr int kSize = trtspec::kDeltaSize;
+  p.requests = static_cast<int>(slots.size(0)), p.heads = static_cast<int>(matrices.size(1));
+  p.key_heads = static_cast<int>((mixed.size(1) / kSize - p.heads) / 2);
+  p.places = static_cast<int>(kept_mixed.size(1));
+  if (p.requests == 0) return;
+  p.own = static_cast<int>(mixed.size(0)) / p.requests;
+  check(matrices.size(2) == kSize && matrices.size(3) == kSize, "heads of 128 keys and values");
+  check(conv.size(0) == trtspec::kDeltaTaps && conv.size(1) == mixed.size(1), "four taps");
+  check(mixed.size(1) == (2 * p.key_heads + p.heads) * kSize && p.key_heads > 0 &&
+            p.heads % p.key_heads == 0,
+        "channels of all heads");
+  check((p.places - trtspec::kDeltaTaps) / 2 + p.own <= trtspec::kDeltaRows, "at most 40 rows");
+  check(mixed.size(0) == p.own * p.requests && out.size(0) == mixed.size(0), "rows of each request");
+  check(is_dense(mixed, 1) && is_dense(gates, 1) && is_dense(z, 1), "columns in one piece");
+  check(is_dense(conv) && is_dense(matrices) && is_dense(kept_mixed) && is_dense(kept_gates) &&
+            is_dense(slots) && is_dense(firsts) && is_dense(taken_in) && is_dense(out),
+        "tensors in one piece");
+  check(is_aligned(p.mixed) && is_aligned(p.z) && is_aligned(p.kept_mixed) && is_aligned(p.norm) &&
+            is_aligned(p.matrices) && p.mixed_row % 8 == 0 && p.z_row % 8 == 0,
+        "rows must begin at 16 bytes");
+  by_half_type(mixed, [&](auto type) {
+    return trtspec::launch_delta_generations<decltype(type)>(p, stream_of(mixed));
+  });
+}
+
 // q, out [T, Hq, D], of each request `rows` rows, or with starts, [B+1] int32, at most so many; k, v
 // [slots, Hkv, D]; tables [B, M] int32, positions [T] int64; sinks [Hq]. size, warps: as of ClusterShape.
 void attend_clusters(TensorView q, TensorView k, TensorView v, TensorView tables,
@@ -538,6 +586,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_gather, all_gather);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_greedy, accept_greedy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(choose_drafts, choose_drafts);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_clusters, attend_clusters);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(delta_generations, delta_generations);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_prompts, attend_prompts);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(update_window, update_window);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(walk_markov, walk_markov);

@@ -26,10 +26,11 @@ from ..ops.layer.delta_rule import (
     DeltaRows,
     DeltaWeights,
     Generations,
+    HeadNorm,
     delta_contexts,
-    delta_generations,
     norm_and_gate,
     places,
+    read_generations,
 )
 from .config import DecoderConfig, LinearAttentionConfig
 from .placement import Placement, beside
@@ -66,14 +67,14 @@ class GatedDeltaNet(nn.Module):
         projected = linear(inputs, self.in_proj, norms)
         mixed, z = projected.split([self.sizes.conv_size, self.sizes.value_size], dim=1)
         rows = DeltaRows(mixed, linear(inputs, self.gates_proj, norms))
+        norm = HeadNorm(z, self.norm, self.eps)
         if isinstance(meta, DensePass):
-            out = self._read_documents(rows, meta)
+            out = norm_and_gate(self._read_documents(rows, meta), *norm)
         else:
-            out = self._read(rows, meta)
-        out = norm_and_gate(out, z, self.norm, self.eps)
+            out = self._read(rows, norm, meta)
         return linear((out,), self.out_proj, residual=residual, in_place=in_place)
 
-    def _read(self, rows: DeltaRows, meta: AttentionMetadata) -> Tensor:
+    def _read(self, rows: DeltaRows, norm: HeadNorm, meta: AttentionMetadata) -> Tensor:
         states, count, contexts = meta.recurrent, meta.num_context_tokens, meta.num_contexts
         assert states is not None
         memory, outs = states.layers[self.index], []
@@ -84,12 +85,17 @@ class GatedDeltaNet(nn.Module):
                 positions=meta.position_ids[:count],
             )
             of_contexts = DeltaRows(*(x[:count] for x in rows))
-            outs.append(delta_contexts(of_contexts, self.weights, memory, requests))
+            out = delta_contexts(of_contexts, self.weights, memory, requests)
+            outs.append(norm_and_gate(out, *norm.of_rows(slice(count))))
         if meta.num_generations:
             slots = states.slots[contexts:]
             generations = Generations(slots, states.firsts, states.taken_in)
-            of_generations = DeltaRows(*(x[count:] for x in rows))
-            outs.append(delta_generations(of_generations, self.weights, memory, generations))
+            of_generations, behind = DeltaRows(*(x[count:] for x in rows)), slice(count, None)
+            outs.append(
+                read_generations(
+                    of_generations, self.weights, memory, generations, norm.of_rows(behind)
+                )
+            )
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _read_documents(self, rows: DeltaRows, dense: DensePass) -> Tensor:

@@ -6,6 +6,7 @@
 #include "all_reduce.cuh"
 #include "attend_keys.cuh"
 #include "choose.cuh"
+#include "delta_rule.cuh"
 #include "expert_linear.cuh"
 #include "expert_tiles.cuh"
 #include "markov_walk.cuh"
@@ -45,6 +46,10 @@ cudaError_t launch_choose(const DraftParams& params, int num_rows, cudaStream_t 
 // kMaxWalkBlocks; p.chunk of their entries each.
 template <typename T>
 cudaError_t launch_walk(const WalkParams& params, int rank, int blocks, cudaStream_t stream);
+
+// Heads of 128 keys and 128 values, 4 taps, rows of places and own ones together at most kDeltaRows.
+template <typename T>
+cudaError_t launch_delta_generations(const DeltaParams& params, cudaStream_t stream);
 
 // Over the ranks of `peers`, at most kMaxRanks.
 template <typename T>

@@ -28,11 +28,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ... import native
 from ...metadata.recurrent import DeltaMemory
 from ..launch.dispatch import twin
 
 CHUNK = 64
 """Rows of a prompt that are computed at once."""
+HEAD, TAPS, MAX_ROWS = 128, 4, 40
+"""Of csrc's kernel: sizes of keys and values, of the convolution; rows, read again and new."""
 EPS = 1e-6  # under the roots of lengths of q and k
 _KERNELS = "layer.triton_delta_rule"
 
@@ -73,6 +76,50 @@ def places(max_draft_len: int, taps: int) -> int:
     """Returns R: rows that are read again, with those that their convolution sees, are not
     overwritten by the rows of the same pass."""
     return 2 * max_draft_len + taps
+
+
+class HeadNorm(NamedTuple):
+    """What stands behind the delta rule: see `norm_and_gate`."""
+
+    gate: Tensor  # [T, Hv * Dv], before SiLU; rows may lie apart
+    weight: Tensor  # [Dv]
+    eps: float
+
+    def of_rows(self, rows: slice) -> HeadNorm:
+        return self._replace(gate=self.gate[rows])
+
+
+def read_generations(
+    rows: DeltaRows,
+    weights: DeltaWeights,
+    memory: DeltaMemory,
+    requests: Generations,
+    norm: HeadNorm,
+) -> Tensor:
+    """Returns `norm_and_gate` of `delta_generations`, [T, Hv * Dv]; one kernel of csrc where it
+    serves."""
+    if not _csrc_serves(rows, weights, memory, requests):
+        return norm_and_gate(delta_generations(rows, weights, memory, requests), *norm)
+    out = rows.mixed.new_empty(norm.gate.shape)
+    native.kernels(out).delta_generations(
+        *rows, norm.gate, *weights, norm.weight, norm.eps, EPS, *memory, *requests, out
+    )
+    return out
+
+
+def _csrc_serves(
+    rows: DeltaRows, weights: DeltaWeights, memory: DeltaMemory, requests: Generations
+) -> bool:
+    """Whether csrc's kernel (`delta_rule.cuh`) takes these."""
+    mixed = rows.mixed
+    if not mixed.is_cuda or mixed.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    taps, size = weights.conv.shape[0], memory.mixed.shape[1]
+    most = (size - taps) // 2 + mixed.shape[0] // requests.slots.shape[0]
+    if memory.matrices.shape[2:] != (HEAD, HEAD) or taps != TAPS or most > MAX_ROWS:
+        return False
+    is_readable = mixed.stride(0) % 8 == 0 and mixed.data_ptr() % 16 == 0
+    return is_readable and native.kernels(mixed) is not None
 
 
 @twin(_KERNELS)
