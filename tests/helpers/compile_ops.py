@@ -32,7 +32,13 @@ from trtspec.ops.layer.delta_rule import (
 )
 from trtspec.ops.padded import torch as padded_torch
 from trtspec.ops.padded import triton as padded
-from trtspec.ops.step import triton_drafts, triton_missed, triton_packing, triton_rows
+from trtspec.ops.step import (
+    triton_drafts,
+    triton_missed,
+    triton_packing,
+    triton_recurrent,
+    triton_rows,
+)
 from trtspec.ops.step.packing import PassRows
 from trtspec.ops.step.rows import ContextLayout
 from trtspec.ops.tokens import (
@@ -57,6 +63,7 @@ MODULES = (
     "step.triton_drafts",
     "step.triton_missed",
     "step.triton_packing",
+    "step.triton_recurrent",
     "step.triton_rows",
     "tokens.triton_bitmask",
     "tokens.triton_draw",
@@ -178,6 +185,7 @@ def step() -> dict[str, Any]:
         (triton_drafts.block_rows, accepted, lens, longs(8), certain, 6, 5, 7),
         (triton_drafts.masked_rows, accepted, lens, longs(8), certain, 6, 3, 7, 0),
         (triton_drafts.gather_distinct, certain, states),
+        (triton_recurrent.begin_pass, longs(SLOTS), longs(5), longs(2), longs(12)[::4]),
         (triton_missed.keep_missed, certain, certain, certain, states[0], lens, missed),
         (triton_missed.take_missed, certain, missed, longs(SLOTS), tables, 16),
         (triton_missed.take_missed, certain, missed, None, tables, 16),

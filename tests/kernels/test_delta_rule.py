@@ -22,8 +22,10 @@ from trtspec.ops.layer.delta_rule import (
     Generations,
     places,
 )
+from trtspec.ops.step import recurrent
 
 kernels = pytest.importorskip("trtspec.ops.layer.triton_delta_rule", reason="needs triton")
+begin_pass = pytest.importorskip("trtspec.ops.step.triton_recurrent").begin_pass
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -34,6 +36,8 @@ SIZES = [
     (2, 2, 32, 16),
     (1, 3, 24, 40),  # padded
 ]
+if DEVICE == "cuda":  # each takes seconds to compile
+    DTYPES, SIZES = DTYPES[:2], SIZES[:1]
 Sizes = tuple[int, int, int, int]
 
 
@@ -275,3 +279,22 @@ def test_norm_and_gate(dtype: torch.dtype, heads: int, size: int, is_wide: bool)
     full.weight.data = weight
     theirs = full(x.flatten(0, 1), gate.reshape(-1, size)).view_as(expected)
     torch.testing.assert_close(expected, theirs.to(dtype), atol=rounding / 10, rtol=rounding / 10)
+
+
+@pytest.mark.parametrize(("num_contexts", "num_generations"), [(0, 1), (3, 0), (2, 200)])
+def test_begin_pass(num_contexts: int, num_generations: int) -> None:
+    """What is taken in is noted by slot, and what was is returned."""
+    generator = torch.Generator().manual_seed(num_contexts)
+
+    def numbers(count: int) -> Tensor:
+        return torch.randint(0, 90, (count,), generator=generator).to(DEVICE)
+
+    taken_in, total = numbers(300), num_contexts + num_generations
+    slots = torch.randperm(300, generator=generator)[:total].to(DEVICE)
+    ends, firsts = numbers(num_contexts), numbers(4 * num_generations)[::4]
+    expected = taken_in.clone()
+    wanted = recurrent.begin_pass.__wrapped__(expected, slots, ends, firsts)  # type: ignore[attr-defined]
+    for ours, twin in zip(begin_pass(taken_in, slots, ends, firsts), wanted, strict=True):
+        assert torch.equal(ours, twin) and ours.is_contiguous()
+    assert torch.equal(taken_in, expected)
+    assert expected[slots].tolist() == [*ends.tolist(), *(firsts + 1).tolist()]

@@ -1,15 +1,15 @@
 // Generations through the gated delta rule (trtspec/ops/layer/delta_rule.py has the formula, and what becomes
 // of rejected drafts): convolution, recurrence, norm and gate of one head of one request in a thread block.
 //
-// The head's matrix S rests in registers, and is passed over twice, whatever the number of rows: once for what all
-// rows read of it, once for what it takes in. Between these, with c_i the sum of log decays up to row i, the rows
-// u that are written follow from each other
+// The head's matrix S rests in registers, and is passed over twice, whatever the number of rows: once for what
+// all rows read of it, once for what it takes in. Between these, with c_i the sum of log decays up to row i,
+// the rows u that are written follow from each other
 //
 //     u_i = b_i (v_i - exp(c_i) k_i S - sum_{j < i} exp(c_i - c_j) (k_i k_j) u_j)
 //     o_i = exp(c_i) q_i S + sum_{j <= i} exp(c_i - c_j) (q_i k_j) u_j
 //
-// q and k are scaled to length 1 in the coefficients. The matrix and kept rows are older than the kernel before,
-// and are asked for before it has ended.
+// q and k are scaled to length 1 in the coefficients. The matrix and kept rows are older than the kernel
+// before, and are asked for before it has ended.
 #pragma once
 
 #include "common.cuh"
@@ -45,10 +45,11 @@ struct DeltaShared {
   float *qkv;      // [rows, 3]
   float *read;     // [rows, 2, 2]: half of the matrix, k or q
   float *written;  // [rows]
-  float *kk, *lower, *qk;  // [rows, rows] numbers: products; coefficients of u; products, then coefficients of o
+  // [rows, rows] numbers: products; coefficients of u; products, then coefficients of o.
+  float *kk, *lower, *qk;
   float *decay, *strength, *qq, *begun;  // [rows] numbers; the last: exp(c_i)
-  T *raw;          // [rows + 3, 3]
-  T *z;            // [own]
+  T *raw;  // [rows + 3, 3]
+  T *z;    // [own]
 
   __device__ DeltaShared(unsigned char* memory, int rows, int own) {
     qkv = reinterpret_cast<float*>(memory), read = qkv + rows * 3 * kDeltaSize;
@@ -56,7 +57,8 @@ struct DeltaShared {
     raw = reinterpret_cast<T*>(written + rows * kDeltaSize);
     z = raw + (rows + kDeltaTaps - 1) * 3 * kDeltaSize;
     kk = reinterpret_cast<float*>(z + own * kDeltaSize), lower = kk + rows * rows;
-    qk = lower + rows * rows, decay = qk + rows * rows, strength = decay + rows, qq = strength + rows, begun = qq + rows;
+    qk = lower + rows * rows, decay = qk + rows * rows, strength = decay + rows;
+    qq = strength + rows, begun = qq + rows;
   }
 };
 

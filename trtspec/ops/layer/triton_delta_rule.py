@@ -34,6 +34,8 @@ COLUMNS, MANY_COLUMNS = 32, 64
 """Of a matrix, those that a program works on; the latter where there are many programs."""
 STAGES_BYTES = 160 * 1024
 """Of shared memory, that a program needs that reads a chunk ahead."""
+CONTEXTS = 64
+"""That a chunk is looked for among, at least."""
 NORM_HEADS = 8
 """Of a row, those that a program norms."""
 
@@ -192,7 +194,7 @@ def delta_contexts(
         heads // key_heads,  # no constant: the loop is not to be unrolled
         sizes=sizes,
         VALUE_TILE=_tile(sizes.VALUE),
-        CONTEXTS=triton.next_power_of_2(count),
+        CONTEXTS=max(CONTEXTS, triton.next_power_of_2(count)),  # few variants to compile
         num_warps=4 if key_heads * most > 2 * MULTIPROCESSORS else 8,
         num_stages=1,
         **launch,

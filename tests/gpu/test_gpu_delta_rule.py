@@ -1,0 +1,98 @@
+"""Generations of linear attention by csrc's kernel (`delta_rule.cuh`), against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from matrix import covering
+from torch import Tensor
+
+from trtspec import native
+from trtspec.ops.layer import delta_rule
+from trtspec.ops.layer.delta_rule import (
+    DeltaMemory,
+    DeltaRows,
+    DeltaWeights,
+    Generations,
+    HeadNorm,
+    places,
+    read_generations,
+)
+from trtspec.ops.step.recurrent import begin_pass
+
+HAS_KERNELS = torch.cuda.is_available() and native.kernels(torch.empty(1, device="cuda"))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_KERNELS, reason="needs Hopper, nvcc and apache-tvm-ffi"),
+]
+SIZE, TAPS = 128, 4
+torch_generations, torch_norm_and_gate, torch_begin_pass = (
+    op.__wrapped__  # type: ignore[attr-defined]
+    for op in (delta_rule.delta_generations, delta_rule.norm_and_gate, begin_pass)
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*args: object, **kwargs: object) -> None:
+        raise AssertionError("not by the kernel")
+
+    monkeypatch.setattr(delta_rule, "delta_generations", other)
+
+
+def _random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+@covering(
+    dtype=[torch.bfloat16, torch.float16], heads=[(16, 32), (4, 4), (2, 8)], drafts=[0, 3, 7, 15],
+    requests=[1, 3, 20],
+)  # fmt: skip
+def test_what_rows_read_and_matrices_take_in(
+    dtype: torch.dtype, heads: tuple[int, int], drafts: int, requests: int
+) -> None:
+    """Slots in any order, requests at their beginning, all numbers of rows read again."""
+    torch.manual_seed(requests)
+    own, (key_heads, count) = drafts + 1, heads
+    channels, total = (2 * key_heads + count) * SIZE, requests * own
+    memory = DeltaMemory(
+        matrices=_random(requests + 2, count, SIZE, SIZE, dtype=torch.float32) / 8,
+        mixed=_random(requests + 2, places(drafts, TAPS), channels, dtype=dtype),
+        gates=_random(requests + 2, places(drafts, TAPS), 2 * count, dtype=dtype),
+    )
+    weights = DeltaWeights(
+        conv=_random(TAPS, channels, dtype=torch.float32) / 2,
+        a_log=torch.rand(count, device="cuda"),
+        dt_bias=_random(count, dtype=torch.float32),
+    )
+    joined = _random(total, channels + count * SIZE, dtype=dtype)
+    rows = DeltaRows(joined[:, :channels], _random(total, 2 * count, dtype=dtype))
+    norm = HeadNorm(joined[:, channels:], 1 + _random(SIZE, dtype=dtype) / 4, 1e-6)
+    firsts = torch.randint(16, 90, (requests,), device="cuda")
+    firsts[1:2], firsts[2:3] = 0, 2  # with nothing before, and fewer rows than taps
+    again = torch.arange(requests, device="cuda") % own
+    slots = torch.randperm(requests + 1, device="cuda")[:requests]
+    memory.matrices[slots[1:2]] = float("nan")
+    generations = Generations(slots, firsts, (firsts - again).clamp_min(0))
+    twin = DeltaMemory(*(kept.clone() for kept in memory))
+
+    out = read_generations(rows, weights, memory, generations, norm)
+    expected = torch_norm_and_gate(torch_generations(rows, weights, twin, generations), *norm)
+    worst = float(expected.float().abs().max())
+    assert float((out.float() - expected.float()).abs().max()) < 6e-3 * worst
+    # A channel rounds otherwise where torch's sum of the convolution is at a border.
+    torch.testing.assert_close(memory.matrices, twin.matrices, atol=4e-3, rtol=4e-3, equal_nan=True)
+    for ours, theirs in zip(memory[1:], twin[1:], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_a_pass_takes_in() -> None:
+    taken_in = torch.arange(400, device="cuda")
+    slots = torch.randperm(399, device="cuda")[:300]
+    ends = torch.randint(1, 90, (7,), device="cuda")
+    positions = torch.randint(1, 90, (293 * 4,), device="cuda")
+    expected = taken_in.clone()
+    firsts, before = torch_begin_pass(expected, slots, ends, positions[::4])
+    ours = begin_pass(taken_in, slots, ends, positions[::4])
+    assert torch.equal(ours[0], firsts) and torch.equal(ours[1], before)
+    assert torch.equal(taken_in, expected)
