@@ -38,8 +38,7 @@ CASES = [
     ("step_moe", "plain"), ("step_moe", "vanilla"), ("step_moe", "ngram"),
     ("gemma4_moe", "plain"), ("gemma4_moe", "ngram"), ("gemma4_moe", "assistant"),
     ("mixtral", "ngram"), ("minimax_m2", "ngram"), ("minimax_m2", "eagle3"),
-    ("qwen3_5", "ngram"), ("qwen3_5", "eagle3"), ("qwen3_5", "mtp"), ("qwen3_5", "vanilla"),
-    ("qwen3_next_moe", "plain"), ("qwen3_next_moe", "mtp"),
+    ("qwen3_5", "eagle3"), ("qwen3_5", "mtp"), ("qwen3_5", "vanilla"), ("qwen3_next_moe", "mtp"),
     ("olmo3", "eagle3"), ("exaone4", "ngram"), ("smollm3", "ngram"),
     ("gpt_oss", "ngram"), ("gpt_oss", "eagle3"), ("mxfp4", "plain"), ("mxfp4", "ngram"),
 ]  # fmt: skip

@@ -187,11 +187,14 @@ class AttentionMetadata:
         """Returns the last row of each context, [C] int64."""
         if self.last_context_rows is not None:
             return self.last_context_rows
-        ends = torch.tensor(self.context_lens, dtype=torch.int64).cumsum(0) - 1
-        device = self.position_ids.device
-        if device.type == "cuda":  # the host does not wait
-            return ends.pin_memory().to(device, non_blocking=True)
-        return ends
+        key = "ends of contexts"
+        if key not in self.derived:
+            ends = torch.tensor(self.context_lens, dtype=torch.int64).cumsum(0) - 1
+            device = self.position_ids.device
+            if device.type == "cuda":  # the host does not wait
+                ends = ends.pin_memory().to(device, non_blocking=True)
+            self.derived[key] = ends
+        return self.derived[key]
 
     def contexts_only(self) -> AttentionMetadata:
         """Returns the same pass without its generation requests."""

@@ -1,15 +1,15 @@
 // Generations through the gated delta rule (trtspec/ops/layer/delta_rule.py has the formula, and what becomes
 // of rejected drafts): convolution, recurrence, norm and gate of one head of one request in a thread block.
 //
-// The head's matrix S rests in registers, and is passed over twice, whatever the number of rows: once for what
-// all rows read of it, once for what it takes in. Between these, with c_i the sum of log decays up to row i,
-// the rows u that are written follow from each other
+// The head's matrix rests in registers: a pair of warps has 32 columns, each of the two 64 of the rows. What a
+// row reads with k and with q is summed in one pass over it, for with S' = a S + k u
 //
-//     u_i = b_i (v_i - exp(c_i) k_i S - sum_{j < i} exp(c_i - c_j) (k_i k_j) u_j)
-//     o_i = exp(c_i) q_i S + sum_{j <= i} exp(c_i - c_j) (q_i k_j) u_j
+//     k S and q S        of the old matrix, one sum over both warps
+//     u = b (v - a k S)
+//     q S' = a (q S) + (q k) u
 //
-// q and k are scaled to length 1 in the coefficients. The matrix and kept rows are older than the kernel
-// before, and are asked for before it has ended.
+// so the warps of a pair meet once a row. The matrix and kept rows are older than the kernel before, and are
+// asked for before it has ended.
 #pragma once
 
 #include "common.cuh"
@@ -39,32 +39,16 @@ struct DeltaParams {
   int requests, heads, key_heads, places, own;
 };
 
-// What a block shares, by rows in all and own ones. Rows of 128 values unless said.
-template <typename T>
+// What a block shares. Behind it are `raw` [rows + 3, 3, 128] T, then `qkv` [rows, 3, 128] float, then z, and
+// what rows return, [own, 128] T and float.
 struct DeltaShared {
-  float *qkv;      // [rows, 3]
-  float *read;     // [rows, 2, 2]: half of the matrix, k or q
-  float *written;  // [rows]
-  // [rows, rows] numbers: products; coefficients of u; products, then coefficients of o.
-  float *kk, *lower, *qk;
-  float *decay, *strength, *qq, *begun;  // [rows] numbers; the last: exp(c_i)
-  T *raw;  // [rows + 3, 3]
-  T *z;    // [own]
-
-  __device__ DeltaShared(unsigned char* memory, int rows, int own) {
-    qkv = reinterpret_cast<float*>(memory), read = qkv + rows * 3 * kDeltaSize;
-    written = read + rows * 4 * kDeltaSize;
-    raw = reinterpret_cast<T*>(written + rows * kDeltaSize);
-    z = raw + (rows + kDeltaTaps - 1) * 3 * kDeltaSize;
-    kk = reinterpret_cast<float*>(z + own * kDeltaSize), lower = kk + rows * rows;
-    qk = lower + rows * rows, decay = qk + rows * rows, strength = decay + rows;
-    qq = strength + rows, begun = qq + rows;
-  }
+  float exchange[2][8][2][32];  // by turns, warp, k or q, column
+  float decay[kDeltaRows], strength[kDeltaRows], qk[kDeltaRows];
 };
 
 inline size_t delta_shared_bytes(int rows, int own, size_t item) {
-  const size_t floats = rows * (8 * kDeltaSize + 3 * rows + 4);
-  return floats * sizeof(float) + ((rows + kDeltaTaps - 1) * 3 + own) * kDeltaSize * item;
+  return sizeof(DeltaShared) + (rows + kDeltaTaps - 1) * 3 * kDeltaSize * item +
+         rows * 3 * kDeltaSize * sizeof(float) + own * kDeltaSize * (item + sizeof(float));
 }
 
 __device__ inline float sum_of_warp(float x) {
@@ -74,6 +58,9 @@ __device__ inline float sum_of_warp(float x) {
 }
 
 __device__ inline float silu(float x) { return x / (1.0f + __expf(-x)); }
+
+// The two warps of a pair meet.
+__device__ inline void meet_pair(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory"); }
 
 template <typename T>
 __device__ inline void load_4(const T* from, float (&to)[4]) {
@@ -101,8 +88,11 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_generations(const Delt
   const int again = static_cast<int>(behind < 0 ? 0 : behind > past ? past : behind);
   const int rows = again + p.own;
 
-  const DeltaShared<T> s(memory, past + p.own, p.own);
-  T* const raw = s.raw;
+  DeltaShared& s = *reinterpret_cast<DeltaShared*>(memory);
+  T* raw = reinterpret_cast<T*>(memory + sizeof(DeltaShared));
+  float* qkv = reinterpret_cast<float*>(raw + (past + p.own + kTaps - 1) * 3 * kSize);
+  float* read = qkv + (past + p.own) * 3 * kSize;
+  T* z = reinterpret_cast<T*>(read + p.own * kSize);
 
   // Rows of a slot's places, and of this pass, of which a block reads three heads' channels.
   const auto column_of = [&](int part) {
@@ -141,7 +131,7 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_generations(const Delt
   for (int i = thread; i < p.own * (kSize / 8); i += kDeltaThreads) {
     const int row = i / (kSize / 8), chunk = i % (kSize / 8);
     const T* from = static_cast<const T*>(p.z) + (request * int64_t(p.own) + row) * p.z_row;
-    copy_16(s.z + row * kSize + chunk * 8, from + head * kSize + chunk * 8);
+    copy_16(z + row * kSize + chunk * 8, from + head * kSize + chunk * 8);
   }
   copies_commit();
   for (int row = thread; row < rows; row += kDeltaThreads) {
@@ -190,7 +180,7 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_generations(const Delt
       // Rounded before and after SiLU, as a model in 16 bits does.
       total.x = to_float(from_float<T>(silu(to_float(from_float<T>(total.x)))));
       total.y = to_float(from_float<T>(silu(to_float(from_float<T>(total.y)))));
-      *reinterpret_cast<float2*>(s.qkv + (row * 3 + part) * kSize + within) = total;
+      *reinterpret_cast<float2*>(qkv + (row * 3 + part) * kSize + within) = total;
     }
   }
   // Own rows are kept: values by each head, queries and keys by one of those that share them.
@@ -203,148 +193,101 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_generations(const Delt
         *reinterpret_cast<const uint4*>(raw + (before + row) * 3 * kSize + chunk * 8);
   }
   __syncthreads();
-
-  // Products of rows: eight lanes each.
-  for (int i = thread / 8; i < rows * (rows + 1) / 2; i += kDeltaThreads / 8) {
-    int row = 0, earlier = i;
-    while (earlier > row) earlier -= ++row;
-    const float* const at = s.qkv + row * 3 * kSize + lane % 8 * 4;
-    const float* const k_at = s.qkv + (earlier * 3 + 1) * kSize + lane % 8 * 4;
-    float kk = 0, qk = 0, qq = 0;
+  for (int row = warp; row < rows; row += kDeltaThreads / 32) {
+    float q[4], k[4];
+    float* const q_at = qkv + row * 3 * kSize + lane * 4;
+    load_4(q_at, q), load_4(q_at + kSize, k);
+    float qq = 0, kk = 0, qk = 0;
 #pragma unroll
-    for (int j = 0; j < kSize; j += 32) {
-      float q[4], k[4], other[4];
-      load_4(at + j, q), load_4(at + kSize + j, k), load_4(k_at + j, other);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) kk += k[c] * other[c], qk += q[c] * other[c], qq += q[c] * q[c];
-    }
-    const unsigned lanes = 0xffu << lane / 8 * 8;
-#pragma unroll
-    for (int j = 4; j > 0; j /= 2) {
-      kk += __shfl_xor_sync(lanes, kk, j), qk += __shfl_xor_sync(lanes, qk, j);
-      qq += __shfl_xor_sync(lanes, qq, j);
-    }
-    if (lane % 8 == 0) {
-      s.kk[row * rows + earlier] = kk, s.qk[row * rows + earlier] = qk;
-      if (earlier == row) s.qq[row] = qq;
-    }
+    for (int i = 0; i < 4; ++i) qq += q[i] * q[i], kk += k[i] * k[i], qk += q[i] * k[i];
+    qq = sum_of_warp(qq), kk = sum_of_warp(kk), qk = sum_of_warp(qk);
+    const float q_scale = rsqrtf(qq + p.length_eps) * rsqrtf(float(kSize));
+    const float k_scale = rsqrtf(kk + p.length_eps);
+    *reinterpret_cast<float4*>(q_at) =
+        make_float4(q[0] * q_scale, q[1] * q_scale, q[2] * q_scale, q[3] * q_scale);
+    *reinterpret_cast<float4*>(q_at + kSize) =
+        make_float4(k[0] * k_scale, k[1] * k_scale, k[2] * k_scale, k[3] * k_scale);
+    if (lane == 0) s.qk[row] = qk * q_scale * k_scale;
   }
   __syncthreads();
 
-  // Coefficients.
-  const auto k_scale = [&](int row) { return rsqrtf(s.kk[row * rows + row] + p.length_eps); };
-  const auto q_scale = [&](int row) {
-    return rsqrtf(s.qq[row] + p.length_eps) * rsqrtf(float(kSize));
-  };
-  for (int i = thread; i < rows * rows; i += kDeltaThreads) {
-    const int row = i / rows, earlier = i % rows;
-    if (earlier > row) continue;
-    float decay = 1;
-    for (int j = earlier + 1; j <= row; ++j) decay *= s.decay[j];
-    s.lower[i] = s.kk[i] * k_scale(row) * k_scale(earlier) * decay;
-    s.qk[i] *= q_scale(row) * k_scale(earlier) * decay;
-    if (earlier == 0) s.begun[row] = decay * s.decay[0];
-  }
-
-  // What two rows at a time read of the matrix, by k and by q.
-  for (int row = 0; row < rows; row += 2) {
-    const float* const at[2] = {s.qkv + row * 3 * kSize, s.qkv + min(row + 1, rows - 1) * 3 * kSize};
-    float sums[2][2][4] = {};
+  for (int row = 0; row < rows; ++row) {
+    const float* const q_at = qkv + row * 3 * kSize;
+    const bool is_own = row >= again;
+    float with_k[4] = {}, with_q[4] = {}, k[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; i += 4) {
+      float four[4];
+      load_4(q_at + kSize + k_first + i, four);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float q[4], k[4];
-        load_4(at[r] + k_first + i, q), load_4(at[r] + kSize + k_first + i, k);
+      for (int j = 0; j < 4; ++j) k[i + j] = four[j];
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) with_k[c] += k[i] * state[i][c];
+    }
+    if (is_own) {
+#pragma unroll
+      for (int i = 0; i < kEach; i += 4) {
+        float q[4];
+        load_4(q_at + k_first + i, q);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
 #pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            sums[r][0][c] += k[j] * state[i + j][c], sums[r][1][c] += q[j] * state[i + j][c];
-          }
+          for (int c = 0; c < 4; ++c) with_q[c] += q[j] * state[i + j][c];
         }
       }
     }
-    // Four groups of lanes have parts of all four sums: each ends with one.
-    const bool second = lane & 16, by_q = lane & 8;
-    float total[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      float kept_sums[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float sent = second ? sums[0][j][c] : sums[1][j][c];
-        kept_sums[j] = (second ? sums[1][j][c] : sums[0][j][c]) + __shfl_xor_sync(0xffffffff, sent, 16);
-      }
-      const float sent = by_q ? kept_sums[0] : kept_sums[1];
-      total[c] = (by_q ? kept_sums[1] : kept_sums[0]) + __shfl_xor_sync(0xffffffff, sent, 8);
+      with_k[c] += __shfl_xor_sync(0xffffffff, with_k[c], 8);
+      with_k[c] += __shfl_xor_sync(0xffffffff, with_k[c], 16);
+      with_q[c] += __shfl_xor_sync(0xffffffff, with_q[c], 8);
+      with_q[c] += __shfl_xor_sync(0xffffffff, with_q[c], 16);
     }
-    if (row + second < rows) {
-      float* const to = s.read + (((row + second) * 2 + half) * 2 + by_q) * kSize + column;
-      *reinterpret_cast<float4*>(to) = make_float4(total[0], total[1], total[2], total[3]);
+    auto& exchange = s.exchange[row % 2];
+    if (lane < 8) {
+      *reinterpret_cast<float4*>(&exchange[warp][0][lane * 4]) =
+          make_float4(with_k[0], with_k[1], with_k[2], with_k[3]);
+      *reinterpret_cast<float4*>(&exchange[warp][1][lane * 4]) =
+          make_float4(with_q[0], with_q[1], with_q[2], with_q[3]);
+    }
+    meet_pair(pair);
+    const float decay = s.decay[row], strength = s.strength[row], qk = s.qk[row];
+    float other[4], v[4], u[4];
+    load_4(&exchange[(warp + 4) % 8][0][lane % 8 * 4], other);
+    load_4(q_at + 2 * kSize + column, v);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) u[c] = strength * (v[c] - decay * (with_k[c] + other[c]));
+    if (is_own && half == 0 && lane < 8) {
+      load_4(&exchange[warp + 4][1][lane * 4], other);
+      float out[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) out[c] = decay * (with_q[c] + other[c]) + qk * u[c];
+      *reinterpret_cast<float4*>(read + (row - again) * kSize + column) =
+          make_float4(out[0], out[1], out[2], out[3]);
+    }
+    if (row > again && row + 1 == rows) break;  // nothing reads the matrix any more
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) state[i][c] = decay * state[i][c] + k[i] * u[c];
+    }
+    if (row == again) {  // what is certain ends here
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        __stcg(reinterpret_cast<float4*>(matrix + (k_first + i) * kSize + column),
+               make_float4(state[i][0], state[i][1], state[i][2], state[i][3]));
+      }
     }
   }
   __syncthreads();
 
-  // The rows that are written, a column a thread.
-  if (thread < kSize) {
-    float last = 0;
-    for (int row = 0; row < rows; ++row) {
-      const float* const halves = s.read + row * 4 * kSize + thread;
-      float u = s.qkv[(row * 3 + 2) * kSize + thread];
-      u -= s.begun[row] * k_scale(row) * (halves[0] + halves[2 * kSize]);
-      for (int j = 0; j + 1 < row; ++j) u -= s.lower[row * rows + j] * s.written[j * kSize + thread];
-      if (row > 0) u -= s.lower[row * rows + row - 1] * last;
-      last = s.strength[row] * u;
-      s.written[row * kSize + thread] = last;
-    }
-  }
-  __syncthreads();
-
-  // The matrix takes in what is certain.
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) state[i][c] *= s.begun[again];
-  }
-  for (int row = 0; row <= again; ++row) {
-    float u[4], decay = k_scale(row);
-    for (int j = row + 1; j <= again; ++j) decay *= s.decay[j];
-    load_4(s.written + row * kSize + column, u);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) u[c] *= decay;
-#pragma unroll
-    for (int i = 0; i < kEach; i += 4) {
-      float k[4];
-      load_4(s.qkv + (row * 3 + 1) * kSize + k_first + i, k);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) state[i + j][c] += k[j] * u[c];
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    __stcg(reinterpret_cast<float4*>(matrix + (k_first + i) * kSize + column),
-           make_float4(state[i][0], state[i][1], state[i][2], state[i][3]));
-  }
-
-  for (int own = warp; own < p.own; own += kDeltaThreads / 32) {
-    const int row = again + own;
-    float x[4], other[4], gate[4], weight[4];
-    load_4(s.read + (row * 4 + 1) * kSize + lane * 4, x);
-    load_4(s.read + (row * 4 + 3) * kSize + lane * 4, other);
-    const float begun = s.begun[row] * q_scale(row);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = begun * (x[i] + other[i]);
-    for (int j = 0; j <= row; ++j) {
-      const float by = s.qk[row * rows + j];
-      load_4(s.written + j * kSize + lane * 4, other);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] += by * other[i];
-    }
-    load_4(s.z + own * kSize + lane * 4, gate);
+  for (int row = warp; row < p.own; row += kDeltaThreads / 32) {
+    float x[4], gate[4], weight[4];
+    load_4(read + row * kSize + lane * 4, x);
+    load_4(z + row * kSize + lane * 4, gate);
     load_4(static_cast<const T*>(p.norm) + lane * 4, weight);
     float squares = 0;
 #pragma unroll
@@ -356,7 +299,7 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_generations(const Delt
       const float normed = to_float(from_float<T>(x[i] * scale));
       out[i] = from_float<T>(to_float(from_float<T>(normed * weight[i])) * silu(gate[i]));
     }
-    T* to = static_cast<T*>(p.out) + ((request * int64_t(p.own) + own) * p.heads + head) * kSize;
+    T* to = static_cast<T*>(p.out) + ((request * int64_t(p.own) + row) * p.heads + head) * kSize;
     *reinterpret_cast<uint2*>(to + lane * 4) = *reinterpret_cast<const uint2*>(out);
   }
 }
