@@ -62,6 +62,12 @@ MODELS: dict[str, tuple[Callable[[Path], Path], list[tuple[int, int]]]] = {
     "phi3": (lambda p: tiny_model_dir(p, "phi3"), [(2, 1), (4, 1)]),
     "mixtral": (lambda p: tiny_model_dir(p, "mixtral"), [(2, 1), (2, 2)]),
     "glm4_moe": (lambda p: tiny_model_dir(p, "glm4_moe"), [(2, 1), (4, 4)]),
+    "qwen3_5": (lambda p: tiny_model_dir(p, "qwen3_5_text"), [(2, 1)]),
+    "qwen3_next": (
+        lambda p: tiny_model_dir(p, "qwen3_next", linear_num_key_heads=4, linear_num_value_heads=8,
+                                 num_attention_heads=4),
+        [(2, 1), (2, 2), (4, 2)],
+    ),
     "step": (lambda p: step_dir(p, **STEP_MOE), [(2, 1), (2, 2)]),
     "gpt_oss": (
         lambda p: gpt_oss_dir(p, num_attention_heads=4, num_local_experts=4),

@@ -17,6 +17,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2}, {}),
     ("qwen3_moe", {"num_attention_heads": 4, "num_experts": 8}, {"moe_expert_parallel_size": 2}),
     ("deepseek_v3", {}, {"enable_attention_dp": True, "moe_expert_parallel_size": 4}),
+    (
+        "qwen3_next",
+        {"num_attention_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+        {"moe_expert_parallel_size": 2},
+    ),
     ("minimax_m2", {}, {"enable_attention_dp": True, "moe_expert_parallel_size": 4}),
 ]
 

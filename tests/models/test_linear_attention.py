@@ -13,7 +13,7 @@ import torch
 from checkpoint import edit_tensors, set_config
 from loading import ON_CPU
 from matrix import config_of, cpu_engine, make_drafters
-from oracle import VOCAB, Oracle, logit_error, prompt_tensors
+from oracle import VOCAB, Oracle, logit_error, prompt_tensors, random_prompts
 from safetensors.torch import load_file
 from thread_ranks import ThreadRanks
 from tiny import tiny_model_dir
@@ -217,8 +217,10 @@ def test_what_rows_that_follow_each_other_rule_out(target: Any) -> None:
     spec = NGramDecodingConfig(max_draft_len=3, max_verified_drafts=4)
     with pytest.raises(ConfigError, match="max_verified_drafts=4 does not work with linear"):
         cpu_engine(path, spec)
-    with pytest.raises(ConfigError, match=r"layer 0 has linear attention.*Use one of 1"):
-        ThreadRanks(2).run(lambda comm: load_decoder(path, ON_CPU, Parallel(comm)))
+    with pytest.raises(ConfigError, match=r"linear_num_key_heads 2. Use one of 1, 2"):
+        ThreadRanks(3).run(lambda comm: load_decoder(path, ON_CPU, Parallel(comm)))
+    with pytest.raises(ConfigError, match=r"layer 0 has linear attention \(enable_attention_dp"):
+        ThreadRanks(2).run(lambda comm: load_decoder(path, ON_CPU, Parallel(comm, 1, True)))
 
 
 def test_draft_models_with_linear_attention_are_refused(target: Any) -> None:
@@ -234,6 +236,19 @@ def test_all_tensors_are_read(target: Any) -> None:
     model = load_decoder(path, ON_CPU)
     names = {n for n in load_file(path / "model.safetensors") if "layers.1.linear_attn" in n}
     assert len(names) == 9 and model.config.linear_layers == (0, 1)
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_heads(tmp_path: Path) -> None:
+    """With MTP layers, parts of prompts, and requests that are preempted."""
+    path = mtp_model_dir(tmp_path, layout="qwen3_next", family="qwen3_next", num_mtp_layers=1)
+    oracle, prompts = Oracle(path), random_prompts(6)
+    config = MTPDecodingConfig(num_nextn_predict_layers=2)
+    with cpu_engine(path, config, tensor_parallel_size=2, chunk=24, pool=88) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=14, ignore_eos=True))
+        assert llm.executor.stats().num_preemptions > 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, 14)
 
 
 # -- training ------------------------------------------------------------------------------------

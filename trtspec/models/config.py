@@ -95,6 +95,11 @@ class LinearAttentionConfig:
     def value_size(self) -> int:
         return self.num_value_heads * self.value_head_dim
 
+    def part(self, ranks: int) -> LinearAttentionConfig:
+        """Returns the sizes of one of so many equal parts of the heads."""
+        keys, values = self.num_key_heads // ranks, self.num_value_heads // ranks
+        return replace(self, num_key_heads=keys, num_value_heads=values)
+
 
 @dataclass(frozen=True)
 class DecoderConfig:
@@ -193,8 +198,10 @@ class DecoderConfig:
         config, parallel = self.of_layer(layer), self.parallel
         if parallel.size == 1:
             return config
+        linear = config.linear_attention
         return replace(
             config,
+            linear_attention=None if linear is None else linear.part(parallel.head_ranks),
             num_heads=config.num_heads // parallel.head_ranks,
             num_kv_heads=max(1, config.num_kv_heads // parallel.head_ranks),
             intermediate_size=config.intermediate_size // parallel.size,

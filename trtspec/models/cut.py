@@ -43,9 +43,12 @@ def _problem(config: DecoderConfig, size: int, cuts_heads: bool) -> str | None:
         return None
     for layer in range(config.num_layers):
         moe, layer_config = config.moe_of_layer(layer), config.of_layer(layer)
-        if layer_config.linear_attention is not None:
-            return f"layer {layer} has linear attention, which is on one GPU alone"
         sizes = {"num_attention_heads": layer_config.num_heads if cuts_heads else 0}
+        linear = layer_config.linear_attention
+        if linear is not None:
+            if not cuts_heads:
+                return f"layer {layer} has linear attention (enable_attention_dp does not keep it)"
+            sizes = {"linear_num_key_heads": linear.num_key_heads}
         if moe is None or moe.beside_mlp:
             sizes["intermediate_size"] = layer_config.intermediate_size
         else:
@@ -58,7 +61,13 @@ def _problem(config: DecoderConfig, size: int, cuts_heads: bool) -> str | None:
                 f"layer {layer} has norms over all heads at once (enable_attention_dp keeps them)"
             )
         heads = layer_config.num_kv_heads
-        if cuts_heads and layer_config.mla is None and heads % size and size % heads:
+        if (
+            linear is None
+            and cuts_heads
+            and layer_config.mla is None
+            and heads % size
+            and size % heads
+        ):
             return f"layer {layer} has {heads} KV heads"
     return None
 

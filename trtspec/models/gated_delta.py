@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
+from ..distributed.parallel import Parallel
 from ..layers.fused import Inputs, Norms, linear
 from ..layers.linear import Linear
 from ..metadata.attention import AttentionMetadata
@@ -42,13 +43,17 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
         super().__init__()
-        sizes = config.of_layer(layer).linear_attention
+        sizes = config.part_of_layer(layer).linear_attention
         assert sizes is not None
         self.sizes, self.index = sizes, config.linear_layers.index(layer)
-        size, heads = config.hidden_size, sizes.num_value_heads
-        self.in_proj = Linear(size, sizes.conv_size + sizes.value_size, bias=False)
-        self.gates_proj = Linear(size, 2 * heads, bias=False)
-        self.out_proj = Linear(sizes.value_size, size, bias=False)
+        self.parallel, size, heads = config.parallel, config.hidden_size, sizes.num_value_heads
+        shard = self.parallel.heads()
+        in_size = sizes.conv_size + sizes.value_size
+        self.in_proj = Linear(size, in_size, bias=False, shard=shard)
+        self.gates_proj = Linear(size, 2 * heads, bias=False, shard=shard)
+        self.out_proj = Linear(
+            sizes.value_size, size, False, self.parallel.heads(1), self.parallel.comm
+        )
         self.conv1d = _parameter(sizes.conv_size, 1, sizes.conv_taps)
         self.a_log, self.dt_bias = _parameter(heads), _parameter(heads)
         self.norm, self.eps = _parameter(sizes.value_head_dim), config.rms_norm_eps
@@ -115,38 +120,92 @@ class GatedDeltaNet(nn.Module):
         return self._weights
 
     def placements(self, name: str) -> dict[str, Placement]:
-        """Returns the placement of each tensor; the checkpoint's module is `linear_attn`."""
-        sizes, size, heads = self.sizes, self.in_proj.in_features, self.sizes.num_value_heads
-        total = sizes.conv_size + sizes.value_size
-        parts: list[tuple[str, str, int, int, Tensor | None]]
+        """Returns the placement of each tensor; the checkpoint's module is `linear_attn`. A rank
+        reads all of `in_proj` and takes its heads of each kind."""
+        sizes, size = self.sizes, self.in_proj.in_features
+        rows = HeadRows(sizes, self.parallel)
         if sizes.is_grouped:
             parts = [
-                ("in_proj_qkvz", "in_proj", 0, total, _by_kind(sizes)),
-                ("in_proj_ba", "gates_proj", 0, 2 * heads, _gates_by_kind(sizes)),
+                ("in_proj_qkvz", "in_proj", 0, rows.of_groups()),
+                ("in_proj_ba", "gates_proj", 0, rows.gates_of_groups()),
             ]
         else:
+            heads = sizes.num_value_heads
             parts = [
-                ("in_proj_qkv", "in_proj", 0, sizes.conv_size, None),
-                ("in_proj_z", "in_proj", sizes.conv_size, sizes.value_size, None),
-                ("in_proj_b", "gates_proj", 0, heads, None),
-                ("in_proj_a", "gates_proj", heads, heads, None),
+                ("in_proj_qkv", "in_proj", 0, rows.of_convolution()),
+                ("in_proj_z", "in_proj", sizes.conv_size, rows.of_values()),
+                ("in_proj_b", "gates_proj", 0, rows.of_heads()),
+                ("in_proj_a", "gates_proj", heads, rows.of_heads()),
             ]
-        found = {
-            f"{part}.weight": Placement(f"{name}.{module}", "weight", start, (rows, size), order)
-            for part, module, start, rows, order in parts
-        }
-        found["out_proj.weight"] = Placement(
-            f"{name}.out_proj", "weight", 0, (size, sizes.value_size)
-        )
-        for part, leaf in (
-            ("conv1d.weight", "conv1d"),
-            ("A_log", "a_log"),
-            ("dt_bias", "dt_bias"),
+        found = {}
+        for part, module, start, (order, full) in parts:
+            shape = len(order), size
+            place = Placement(f"{name}.{module}", "weight", start, shape, order, full)
+            found[f"{part}.weight"] = place
+        for part, leaf, (order, full) in (
+            ("conv1d.weight", "conv1d", rows.of_convolution()),
+            ("A_log", "a_log", rows.of_heads()),
+            ("dt_bias", "dt_bias", rows.of_heads()),
         ):
             shape = tuple(getattr(self, leaf).shape)
-            found[part] = Placement(name, leaf, 0, shape, dtype=torch.float32)
+            found[part] = Placement(name, leaf, 0, shape, order, full, dtype=torch.float32)
+        cut, columns = self.out_proj.shard.source(sizes.value_size), (size, sizes.value_size)
+        found["out_proj.weight"] = Placement(f"{name}.out_proj", "weight", 0, columns, cut=cut)
         found["norm.weight"] = Placement(name, "norm", 0, (sizes.value_head_dim,))
         return {beside(name, f"linear_attn.{part}"): place for part, place in found.items()}
+
+
+class HeadRows:
+    """Which rows of a checkpoint's tensors a rank takes, in which order, and of how many.
+
+    Args:
+        sizes: of this rank's part.
+    """
+
+    def __init__(self, sizes: LinearAttentionConfig, parallel: Parallel):
+        self.sizes, self.ranks = sizes, parallel.head_ranks
+        self.rank = parallel.rank if self.ranks > 1 else 0
+
+    def of_heads(self) -> tuple[Tensor, int]:
+        """Of a row for each value head."""
+        return self._taken([self._heads(self.sizes.num_value_heads, 1)])
+
+    def of_values(self) -> tuple[Tensor, int]:
+        return self._taken([self._heads(self.sizes.num_value_heads, self.sizes.value_head_dim)])
+
+    def of_convolution(self) -> tuple[Tensor, int]:
+        """Of queries, keys and values of all heads, one kind after the other."""
+        sizes = self.sizes
+        keys = self._heads(sizes.num_key_heads, sizes.key_head_dim)
+        return self._taken([keys, keys, self._heads(sizes.num_value_heads, sizes.value_head_dim)])
+
+    def of_groups(self) -> tuple[Tensor, int]:
+        """Of q, k, v and z of each key head, which are put together by kind."""
+        sizes, values = self.sizes, self.sizes.value_size // self.sizes.num_key_heads
+        return self._by_kind([sizes.key_head_dim, sizes.key_head_dim, values, values])
+
+    def gates_of_groups(self) -> tuple[Tensor, int]:
+        """Of strengths and decays of each key head's values, in the same way."""
+        shared = self.sizes.num_value_heads // self.sizes.num_key_heads
+        return self._by_kind([shared, shared])
+
+    def _by_kind(self, parts: list[int]) -> tuple[Tensor, int]:
+        groups, full = self._heads(self.sizes.num_key_heads, sum(parts))
+        kinds = groups.view(-1, sum(parts)).split(parts, dim=1)
+        return torch.cat([kind.flatten() for kind in kinds]), full
+
+    def _heads(self, count: int, size: int) -> tuple[Tensor, int]:
+        """Returns the rows of this rank's `count` heads, and the number of all ranks' rows."""
+        first = self.rank * count * size
+        return torch.arange(first, first + count * size, device="cpu"), self.ranks * count * size
+
+    @staticmethod
+    def _taken(kinds: list[tuple[Tensor, int]]) -> tuple[Tensor, int]:
+        found, before = [], 0
+        for rows, full in kinds:
+            found.append(rows + before)
+            before += full
+        return torch.cat(found), before
 
 
 def empty_memory(
@@ -177,7 +236,7 @@ def allocate_memory(
     """
     found = []
     for layer in config.linear_layers:
-        sizes = config.of_layer(layer).linear_attention
+        sizes = config.part_of_layer(layer).linear_attention
         assert sizes is not None
         count = places(max_draft_len, sizes.conv_taps)
         found.append(empty_memory(sizes, num_slots + 1, count, like))
@@ -194,16 +253,3 @@ def bytes_of_memory(config: DecoderConfig, num_slots: int, max_draft_len: int, l
 
 def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
-
-
-def _by_kind(sizes: LinearAttentionConfig) -> Tensor:
-    """Returns the order that makes q, k, v and z of all heads out of those of each key head."""
-    keys, shared = sizes.num_key_heads, sizes.value_size // sizes.num_key_heads
-    parts = [sizes.key_head_dim, sizes.key_head_dim, shared, shared]
-    rows = torch.arange(keys * sum(parts), device="cpu").view(keys, -1)
-    return torch.cat([part.flatten() for part in rows.split(parts, dim=1)])
-
-
-def _gates_by_kind(sizes: LinearAttentionConfig) -> Tensor:
-    rows = torch.arange(2 * sizes.num_value_heads, device="cpu").view(sizes.num_key_heads, 2, -1)
-    return rows.transpose(0, 1).flatten()

@@ -20,6 +20,7 @@ class Placement:
     start: int
     shape: tuple[int, ...]
     order: Tensor | None = None  # of the source along `dim`, int64; None is its own
+    full: int | None = None  # entries of the source along `dim`, where `order` takes some of them
     expert: int | None = None  # the rows of parameter[expert]
     dtype: torch.dtype | None = None  # of the parameter; None is the model's
     offset: float = 0.0  # added to the source in float32
@@ -33,6 +34,8 @@ class Placement:
     def source_shape(self) -> tuple[int, ...]:
         """The shape that the checkpoint's tensor must have."""
         shape = list(self.shape)
+        if self.full is not None:
+            shape[self.dim] = self.full
         for cut in filter(None, (self.cut, self.experts)):
             shape[cut.dim] = cut.full
         return tuple(shape)
