@@ -96,7 +96,7 @@ class LinearAttentionConfig:
         return self.num_value_heads * self.value_head_dim
 
     def part(self, ranks: int) -> LinearAttentionConfig:
-        """Returns the sizes of one of so many equal parts of the heads."""
+        """Returns the sizes of one of `ranks` equal parts of the heads."""
         keys, values = self.num_key_heads // ranks, self.num_value_heads // ranks
         return replace(self, num_key_heads=keys, num_value_heads=values)
 
