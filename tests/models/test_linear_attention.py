@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from matrix import config_of, cpu_engine, make_drafters
 from oracle import VOCAB, Oracle, logit_error, prompt_tensors, random_prompts
 from safetensors.torch import load_file
 from thread_ranks import ThreadRanks
-from tiny import tiny_model_dir
+from tiny import prefill_metadata, tiny_model_dir
 from tiny_heads import mtp_model_dir
 from tiny_trained import trained_head
 from torch import Tensor
@@ -119,6 +120,8 @@ def test_the_text_part_of_a_checkpoint_with_images(tmp_path: Path) -> None:
         ({"linear_conv_kernel_dim": 1}, ["linear_conv_kernel_dim=1", "2 … 16"]),
         ({"shared_expert_intermediate_size": 0}, ["shared_expert_intermediate_size=0"]),
         ({"mlp_only_layers": [1]}, ["mlp_only_layers=[1]"]),
+        ({"attn_output_gate": False}, ["attn_output_gate=False"]),
+        ({"mtp_use_dedicated_embeddings": True}, ["mtp_use_dedicated_embeddings=True"]),
     ],
 )  # fmt: skip
 def test_configs_that_are_refused(tmp_path: Path, fields: dict[str, Any], words: list[str]) -> None:
@@ -221,6 +224,13 @@ def test_what_rows_that_follow_each_other_rule_out(target: Any) -> None:
         ThreadRanks(3).run(lambda comm: load_decoder(path, ON_CPU, Parallel(comm)))
     with pytest.raises(ConfigError, match=r"layer 0 has linear attention \(enable_attention_dp"):
         ThreadRanks(2).run(lambda comm: load_decoder(path, ON_CPU, Parallel(comm, 1, True)))
+
+
+def test_a_loop_of_ones_own_gives_the_memory(target: Any) -> None:
+    model = load_decoder(target[0], ON_CPU)
+    meta, positions = prefill_metadata(model.config, [5])
+    with pytest.raises(ConfigError, match=r"recurrent is None.*begin_pass"):
+        model(torch.arange(5), positions, replace(meta, recurrent=None))
 
 
 def test_draft_models_with_linear_attention_are_refused(target: Any) -> None:

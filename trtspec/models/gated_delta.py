@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
 from ..distributed.parallel import Parallel
+from ..errors import ConfigError
 from ..layers.fused import Inputs, Norms, linear
 from ..layers.linear import Linear
 from ..metadata.attention import AttentionMetadata
@@ -81,7 +82,11 @@ class GatedDeltaNet(nn.Module):
 
     def _read(self, rows: DeltaRows, norm: HeadNorm, meta: AttentionMetadata) -> Tensor:
         states, count, contexts = meta.recurrent, meta.num_context_tokens, meta.num_contexts
-        assert states is not None
+        if states is None:
+            raise ConfigError(
+                "AttentionMetadata.recurrent is None, and this model has linear attention. Give "
+                "what RecurrentStates.begin_pass returns (trtspec.state.recurrent)."
+            )
         memory, outs = states.layers[self.index], []
         if contexts:
             requests = Contexts(

@@ -14,6 +14,7 @@ from typing import Any
 from ...checks import MAX_SIZE, checked_int
 from ...errors import CheckpointError, shown
 from ...models.config import LinearAttentionConfig, MoEConfig
+from .family import refuse_other
 from .llama import FULL
 from .moe import qwen_moe
 from .partial_rotary import without_factor
@@ -38,6 +39,7 @@ def text_alone(raw: dict[str, Any], where: Path) -> dict[str, Any]:
 
 
 def qwen3_5(hf: Any, where: Path) -> dict[str, Any]:
+    refuse_other(hf, where, attn_output_gate=True, mtp_use_dedicated_embeddings=False)
     bias = bool(hf.attention_bias)
     return {
         **without_factor(hf, where),
