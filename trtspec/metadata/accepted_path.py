@@ -23,6 +23,7 @@ Code that relies on it, and what a tree of drafts would change:
 | the KV cache's ledger (`state/kv_cache.py`) | the path's KV is in place | it moves first |
 | acceptance (`acceptance/`, `ops/tokens/`) | row i judges draft i+1 | a draft's parent judges it |
 | attention of a pass (`attention/`) | a row sees those before it | it sees its ancestors |
+| linear attention (`ops/layer/delta_rule.py`) | between certain rows is the path | its rows |
 | rows not verified (`executor/forward_step.py`) | none past the path is read | the same |
 
 KV can be moved along a path in place, in ascending order: the path's row i is never before row i of

@@ -9,8 +9,8 @@ divided by sqrt(Dk). Several value heads share a key head.
 
 **Memory that rejected drafts leave untouched.** A matrix cannot be set back. So what is not yet
 certain does not enter it:
-- The first row of a generation is of an accepted token, the others are of drafts. The matrix takes
-  in the first row alone. The others read it, each with the ones before, and it is not written.
+- The first row of a generation is certain, the others are of drafts. The matrix takes in the first
+  row alone. The others read it, each with the ones before, and it is not written.
 - What rows are made of (the inputs of convolution and gates) is kept by position, R places a slot.
   A rejected row is overwritten, as in a KV cache.
 - The next pass begins at a later position. The rows between are of accepted drafts: they are
