@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint import edit_tensors, set_config
-from loading import ON_CPU
+from loading import ON_CPU, UNPACKED, UNPACKED_HEAD
 from matrix import config_of, cpu_engine, make_drafters
 from oracle import VOCAB, Oracle, logit_error, prompt_tensors, random_prompts
 from safetensors.torch import load_file
@@ -31,11 +33,15 @@ from trtspec import (
     SamplingParams,
 )
 from trtspec.attention.dense import DensePass
+from trtspec.checkpoints.heads.load import load_head, read_head
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.weights import load_decoder
+from trtspec.cli.inspect_head import describe_head
 from trtspec.distributed.parallel import Parallel
 from trtspec.doctor import diagnose
 from trtspec.errors import CheckpointError, ConfigError, RequestError
+from trtspec.train.new_head import NewHead, head_config
 
 LINEAR, FULL = "linear_attention", "full_attention"
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
@@ -65,26 +71,44 @@ def _logits(path: Path) -> Tensor:
     return logits
 
 
+def _stacked(prefix: str) -> Callable[[dict[str, Tensor]], None]:
+    """Puts all experts of a layer into one tensor."""
+
+    def stack(tensors: dict[str, Tensor]) -> None:
+        gates, ups, downs = (
+            [tensors.pop(f"{prefix}.{e}.{part}_proj.weight") for e in range(8)]
+            for part in ("gate", "up", "down")
+        )
+        pairs = zip(gates, ups, strict=True)
+        tensors[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        tensors[f"{prefix}.down_proj"] = torch.stack(downs)
+
+    return stack
+
+
 def test_experts_in_one_tensor(tmp_path: Path) -> None:
     path = tiny_model_dir(tmp_path, "qwen3_5_moe_text")
     expected = _logits(path)
-
-    def stack(tensors: dict[str, Tensor]) -> None:
-        for layer in range(3):
-            name = f"model.layers.{layer}.mlp.experts"
-            gates, ups, downs = (
-                [tensors.pop(f"{name}.{e}.{part}_proj.weight") for e in range(8)]
-                for part in ("gate", "up", "down")
-            )
-            pairs = zip(gates, ups, strict=True)
-            tensors[f"{name}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
-            tensors[f"{name}.down_proj"] = torch.stack(downs)
-
-    edit_tensors(path, stack)
+    for layer in range(3):
+        edit_tensors(path, _stacked(f"model.layers.{layer}.mlp.experts"))
     assert torch.equal(_logits(path), expected)
     edit_tensors(path, lambda t: t.update({"model.layers.1.mlp.experts.down_proj": torch.ones(2)}))
     with pytest.raises(CheckpointError, match=r"lacks 8 of \d+ tensors"):
         load_decoder(path, ON_CPU)
+
+
+def test_experts_of_mtp_layers_in_one_tensor(tmp_path: Path) -> None:
+    path = mtp_model_dir(tmp_path, layout="qwen3_next", family="qwen3_5_moe_text", num_mtp_layers=1)
+
+    def experts() -> Any:
+        request = HeadRequest(kind="mtp", num_mtp_layers=1)
+        head = load_head(path, load_decoder(path, UNPACKED), request, UNPACKED_HEAD)
+        return head.layers[0].mlp.experts
+
+    expected = experts()
+    edit_tensors(path, _stacked("mtp.layers.0.mlp.experts"))
+    assert torch.equal(experts().gate_up_proj, expected.gate_up_proj)
+    assert torch.equal(experts().down_proj, expected.down_proj)
 
 
 def test_the_text_part_of_a_checkpoint_with_images(tmp_path: Path) -> None:
@@ -122,6 +146,8 @@ def test_the_text_part_of_a_checkpoint_with_images(tmp_path: Path) -> None:
         ({"mlp_only_layers": [1]}, ["mlp_only_layers=[1]"]),
         ({"attn_output_gate": False}, ["attn_output_gate=False"]),
         ({"mtp_use_dedicated_embeddings": True}, ["mtp_use_dedicated_embeddings=True"]),
+        ({"output_gate_type": "sigmoid"}, ["output_gate_type='sigmoid'", "'swish'"]),
+        ({"scoring_func": "sigmoid"}, ["scoring_func='sigmoid'", "'softmax'"]),
     ],
 )  # fmt: skip
 def test_configs_that_are_refused(tmp_path: Path, fields: dict[str, Any], words: list[str]) -> None:
@@ -132,8 +158,39 @@ def test_configs_that_are_refused(tmp_path: Path, fields: dict[str, Any], words:
     assert all(word in str(refusal.value) for word in words), refusal.value
 
 
+def test_a_mixture_that_always_normalises(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path, "qwen3_5_moe_text")
+    set_config(path, norm_topk_prob=False)
+    with pytest.raises(CheckpointError, match="norm_topk_prob=False"):
+        load_config(path)
+
+
+def test_a_head_for_a_target_of_experts_alone(tmp_path: Path) -> None:
+    """It is as wide as what a row goes through."""
+    path = tiny_model_dir(tmp_path, "qwen3_5_moe_text")
+    set_config(path, intermediate_size=None)  # the public ones have none
+    config = load_config(path)
+    head = head_config(NewHead("eagle3", layers_to_capture=(0, 1, 2)), config, 9)
+    assert head.decoder.intermediate_size == 3 * 24 + 32
+
+
+def test_the_target_that_inspect_head_shows(tmp_path: Path) -> None:
+    path = mtp_model_dir(tmp_path, layout="qwen3_next", family="qwen3_5_text")
+    config = load_config(path)
+    with ExitStack() as stack:
+        report = read_head(path, config, stack, HeadRequest(kind="mtp", num_mtp_layers=1))
+        shown = describe_head(report, config)
+    assert not report.problems
+    assert "linear" not in shown["Target"] and "full_attention" in shown["Target"]
+
+
 def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
     path = tiny_model_dir(tmp_path, "qwen3_5_text")
+    edit_tensors(
+        path, lambda t: t.update({"model.layers.0.linear_attn.norm.weight": torch.ones(3)})
+    )
+    with pytest.raises(CheckpointError, match=r"norm.weight .*Check linear_value_head_dim"):
+        load_decoder(path, ON_CPU)
     set_config(path, linear_key_head_dim=8)
     with pytest.raises(CheckpointError, match=r"in_proj_qkv.weight .*linear_num_key_heads"):
         load_decoder(path, ON_CPU)
@@ -204,6 +261,18 @@ def test_whole_sequences_of_several_documents(target: Any) -> None:
         torch.testing.assert_close(hidden[row, span], expected, atol=2e-4, rtol=1e-4)
 
 
+def test_weights_that_are_changed_in_place(target: Any) -> None:
+    path = target[0]
+    llm, params = cpu_engine(path, None), SamplingParams(max_tokens=12, ignore_eos=True)
+    texts = []
+    for _ in range(2):
+        (output,) = llm.generate([[5, 6, 7]], params)
+        texts.append(output.outputs[0].token_ids)
+        for layer in llm.executor.target.layers[:2]:
+            layer.self_attn.conv1d.data.mul_(-1.7)
+    assert texts[0] != texts[1]
+
+
 def test_memory_is_counted(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trtspec.executor.cache_size._free_host_memory", lambda: 40 << 20)
     path = target[0]
@@ -212,6 +281,11 @@ def test_memory_is_counted(target: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert large.kv_cache.num_blocks < 400 * 12 and small.kv_cache.num_blocks >= 8 * 12
     with pytest.raises(ConfigError, match=r"max_batch_size=2000: .* Lower it to \d+ or fewer"):
         cpu_engine(path, None, max_batch_size=2000, max_num_tokens=2000)
+    with pytest.raises(ConfigError, match=r"at most \d+ beside .* max_batch_size=400"):
+        cpu_engine(path, None, max_batch_size=400, max_num_tokens=400, pool=1 << 20)
+    monkeypatch.setattr("trtspec.executor.cache_size._free_host_memory", lambda: 20_000)
+    with pytest.raises(ConfigError, match=r"max_batch_size=1: .* use a smaller model"):
+        cpu_engine(path, None, max_batch_size=1)
 
 
 # -- what is not offered -------------------------------------------------------------------------

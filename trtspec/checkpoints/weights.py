@@ -25,6 +25,7 @@ from ..layers.norm import RMSNorm
 from ..models.config import DecoderConfig
 from ..models.cut import check_cut
 from ..models.decoder import MLP, Attention, Decoder
+from ..models.gated_delta import GatedDeltaNet
 from ..models.placement import Placement
 from .dequantized import dequantized
 from .hf_config import load_config
@@ -170,7 +171,7 @@ def load_weights(model: Decoder, model_dir: Path, options: LoadOptions) -> None:
         _values_from_keys(sources, placement_of, model_dir, config)
         _by_rows(sources, placement_of)
         _take_stacks_apart(sources, placement_of, model_dir)
-        _take_experts_apart(sources, placement_of)
+        take_experts_apart(sources, placement_of)
         _check(placement_of, sources, model_dir, config)
         if not options.form.keeps_fp8 and any(source.scaled for source in sources.values()):
             logger.info("%s: quantised weights are read as floats (%s).", model_dir, options.dtype)
@@ -249,6 +250,8 @@ def finish(model: nn.Module, device: torch.device, pack: bool = True) -> None:
     """
     model.rope_tables.to(device)
     for module in model.modules():
+        if isinstance(module, GatedDeltaNet):
+            module.turn()
         if isinstance(module, Linear) and module.bias is not None and module.sums_over.rank > 0:
             module.bias.data.zero_()
         if isinstance(module, Experts) and module.down_proj_bias is not None and module.shard.index:
@@ -263,6 +266,8 @@ def shape_problem(name: str, source: TensorSource, placement: Placement) -> str 
     """Returns what is wrong with a tensor's shape or dtype, and its cure; None if it fits."""
     if source.shape != placement.source_shape:
         fields = _CONFIG_FIELDS.get(name.rsplit(".", 2)[-2], "hidden_size")
+        if name.endswith(".linear_attn.norm.weight"):
+            fields = "linear_value_head_dim"
         if re.search(r"experts?\.|\.moe\.", name):  # of a mixture: routed or shared
             fields = (
                 "the experts' number and sizes (moe_intermediate_size or intermediate_size, …) and "
@@ -374,7 +379,7 @@ def _take_stacks_apart(
             sources[part] = stack.rows(sum(sizes[:i]), sizes[i])
 
 
-def _take_experts_apart(
+def take_experts_apart(
     sources: dict[str, TensorSource], placement_of: Mapping[str, Placement]
 ) -> None:
     """Makes sources of each expert's parts, where a checkpoint of a family that has these has all

@@ -99,7 +99,9 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
         facts["Mask state"] = _mask_state(report.mask_hidden, len(head.layers_to_capture))
     if target is not None:
         ropes = "; ".join(
-            f"{label}{_rope(kind)}" for label, kind in _kinds(target, names_layers=False)
+            f"{label}{_rope(kind)}"
+            for label, kind in _kinds(target, names_layers=False)
+            if kind.linear_attention is None
         )
         facts["Target"] = (
             f"{target.num_layers} layers, hidden_size {target.hidden_size}, vocabulary "

@@ -74,9 +74,15 @@ def size_cache(
         _check_slots(needs, _memory(device))
         if _bytes(specs, needs, tokens) > memory:
             most = _tokens_within(memory, specs, needs, memory)
+            beside = ""
+            if needs.bytes_of_slots:
+                beside = (
+                    f" beside {needs.bytes_of_slots / 2**30:.1f} GiB of linear attention for "
+                    f"max_batch_size={needs.max_batch_size}"
+                )
             raise ConfigError(
                 f"KvCacheConfig.max_tokens={shown(tokens)}: {memory / 2**30:.1f} GiB hold at "
-                f"most {most}. Lower it, or leave it out."
+                f"most {most}{beside}. Lower it, or leave it out."
             )
     blocks = [needs.blocks_of_group(spec, tokens) for spec in specs]
     unwindowed = needs.blocks_for(tokens)
@@ -105,10 +111,12 @@ def size_cache(
 def _check_slots(needs: CacheNeeds, memory: float) -> None:
     if needs.bytes_of_slots > memory:
         each = needs.bytes_of_slots / (needs.max_batch_size + 1)
+        most = int(memory / 2 / each)
+        cure = f"Lower it to {most} or fewer." if most else "Free memory, or use a smaller model."
         raise ConfigError(
             f"max_batch_size={needs.max_batch_size}: layers with linear attention keep "
-            f"{each / 2**20:.1f} MiB of each request, and {memory / 2**30:.1f} GiB are there for "
-            f"that and the KV cache. Lower it to {int(memory / 2 / each)} or fewer."
+            f"{each / 2**20:.1f} MiB of each request, and {memory / 2**20:.1f} MiB are there for "
+            f"that and the KV cache. {cure}"
         )
 
 

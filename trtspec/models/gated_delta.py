@@ -40,7 +40,7 @@ from .placement import Placement, beside
 
 class GatedDeltaNet(nn.Module):
     """A layer's linear attention. Arguments as of `Attention`; there is no rotation, and nothing
-    of the KV cache. Its weights stay in float32 behind the products."""
+    of the KV cache. Convolution, decays and their biases stay in float32."""
 
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
         super().__init__()
@@ -58,7 +58,6 @@ class GatedDeltaNet(nn.Module):
         self.conv1d = _parameter(sizes.conv_size, 1, sizes.conv_taps)
         self.a_log, self.dt_bias = _parameter(heads), _parameter(heads)
         self.norm, self.eps = _parameter(sizes.value_head_dim), config.rms_norm_eps
-        self._weights: DeltaWeights | None = None
 
     def forward(
         self,
@@ -118,11 +117,13 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def weights(self) -> DeltaWeights:
-        if self._weights is None:
-            self._weights = DeltaWeights(
-                self.conv1d.data[:, 0].t().contiguous(), self.a_log.data, self.dt_bias.data
-            )
-        return self._weights
+        return DeltaWeights(self.conv1d.data, self.a_log.data, self.dt_bias.data)
+
+    def turn(self) -> None:
+        """Makes `conv1d` [W, C] of a checkpoint's [C, 1, W], unless that was done before."""
+        if self.conv1d.dim() == 3:
+            turned = self.conv1d.data[:, 0].t().contiguous()
+            self.conv1d = nn.Parameter(turned, requires_grad=False)
 
     def placements(self, name: str) -> dict[str, Placement]:
         """Returns the placement of each tensor; the checkpoint's module is `linear_attn`. A rank

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...checks import MAX_SIZE, checked_int
+from ...checks import MAX_SIZE, checked_int, is_int
 from ...errors import CheckpointError, shown
 from ...models.config import LinearAttentionConfig, MoEConfig
 from .family import refuse_other
@@ -34,12 +34,32 @@ def text_alone(raw: dict[str, Any], where: Path) -> dict[str, Any]:
             fields = raw[name].items()
             raw[name] = {key: value for key, value in fields if not key.startswith("mrope")}
     if raw.get("intermediate_size") is None and "shared_expert_intermediate_size" in raw:
-        raw["intermediate_size"] = raw["shared_expert_intermediate_size"]
+        raw["intermediate_size"] = _active_width(raw)
     return raw
 
 
+def _active_width(raw: dict[str, Any]) -> Any:
+    """Returns the width of what a row goes through, which a new head takes over."""
+    count, inner = raw.get("num_experts_per_tok"), raw.get("moe_intermediate_size")
+    shared = raw["shared_expert_intermediate_size"]
+    if not (is_int(count, 1, MAX_SIZE) and is_int(inner, 1, MAX_SIZE) and is_int(shared, 1, None)):
+        return shared  # refused later, by the field's own name
+    return count * inner + shared
+
+
 def qwen3_5(hf: Any, where: Path) -> dict[str, Any]:
-    refuse_other(hf, where, attn_output_gate=True, mtp_use_dedicated_embeddings=False)
+    refuse_other(
+        hf,
+        where,
+        attn_output_gate=True,
+        mtp_use_dedicated_embeddings=False,
+        use_sliding_window=False,
+    )
+    if getattr(hf, "output_gate_type", None) not in (None, "swish", "silu"):
+        raise CheckpointError(
+            f"{where}: output_gate_type={hf.output_gate_type!r} is not supported; allowed is "
+            "'swish'. Use another model."
+        )
     bias = bool(hf.attention_bias)
     return {
         **without_factor(hf, where),
@@ -53,15 +73,17 @@ def qwen3_5(hf: Any, where: Path) -> dict[str, Any]:
 
 
 def qwen3_5_moe(hf: Any, where: Path) -> dict[str, Any]:
+    refuse_other(hf, where, norm_topk_prob=True)
     return {**qwen3_5(hf, where), "moe": _moe(hf, where)}
 
 
 def qwen3_next(hf: Any, where: Path) -> dict[str, Any]:
     sizes = replace(_linear_attention(hf, where), is_grouped=True)
-    return {**qwen3_5_moe(hf, where), **_layers(hf, sizes, where)}
+    return {**qwen3_5(hf, where), "moe": _moe(hf, where), **_layers(hf, sizes, where)}
 
 
 def _moe(hf: Any, where: Path) -> MoEConfig:
+    refuse_other(hf, where, scoring_func="softmax")
     moe = qwen_moe(hf, where)
     inner = checked_int(
         where, "shared_expert_intermediate_size", hf.shared_expert_intermediate_size, _SIZES

@@ -32,7 +32,7 @@ from ..dequantized import dequantized
 from ..files import read_json_object
 from ..place import LoadOptions, lm_head_for_drafts, place_tensors
 from ..tensors import TensorSource, open_checkpoint, some
-from ..weights import finish, placements, shape_problem, sizes_alone
+from ..weights import finish, placements, shape_problem, sizes_alone, take_experts_apart
 from ..zoo import HEADS, hub_advice, resolve_head
 from .draft_tokens import draft_among, read_draft_tokens
 from .fit import not_finite
@@ -192,6 +192,7 @@ def _check_tensors(report: HeadReport, kind: HeadKind, config: HeadConfig) -> No
         return
     with sizes_alone(report.head_dir):
         placement_of = placements(kind.network(config, 1, TorchAttention(), 0))
+    take_experts_apart(sources, placement_of)
     missing = [name for name in placement_of if name not in sources]
     if missing:
         report.problems.append(

@@ -17,7 +17,7 @@ certain does not enter it:
   computed again from those places, and the matrix takes them in.
 
 So a pass reads and writes each matrix once, however many drafts there are. Kernels are in
-`triton_delta_rule.py`.
+`triton_delta_rule.py`, and for generations on Hopper in `csrc/include/trtspec/delta_rule.cuh`.
 """
 
 from __future__ import annotations
