@@ -1,4 +1,5 @@
-"""Generations of linear attention by csrc's kernel (`delta_rule.cuh`), against torch."""
+"""Linear attention in public sizes, against torch: csrc's kernel of generations
+(`delta_rule.cuh`), and Triton's of contexts."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from torch import Tensor
 from trtspec import native
 from trtspec.ops.layer import delta_rule
 from trtspec.ops.layer.delta_rule import (
+    Contexts,
     DeltaMemory,
     DeltaRows,
     DeltaWeights,
     Generations,
     HeadNorm,
+    delta_contexts,
     places,
     read_generations,
 )
@@ -26,9 +29,9 @@ pytestmark = [
     pytest.mark.skipif(not HAS_KERNELS, reason="needs Hopper, nvcc and apache-tvm-ffi"),
 ]
 SIZE, TAPS = 128, 4
-torch_generations, torch_norm_and_gate, torch_begin_pass = (
+torch_generations, torch_contexts, torch_norm_and_gate, torch_begin_pass = (
     op.__wrapped__  # type: ignore[attr-defined]
-    for op in (delta_rule.delta_generations, delta_rule.norm_and_gate, begin_pass)
+    for op in (delta_rule.delta_generations, delta_contexts, delta_rule.norm_and_gate, begin_pass)
 )
 
 
@@ -84,6 +87,43 @@ def test_what_rows_read_and_matrices_take_in(
     torch.testing.assert_close(memory.matrices, twin.matrices, atol=4e-3, rtol=4e-3, equal_nan=True)
     for ours, theirs in zip(memory[1:], twin[1:], strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("lengths", "first"), [((70,), 0), ((64, 1, 200, 33), 5), ((1000,), 64), ((300,) * 20, 0)]
+)
+def test_contexts_of_public_sizes(dtype: torch.dtype, lengths: tuple[int, ...], first: int) -> None:
+    """By Triton's kernels, which other tests compile for small heads alone."""
+    torch.manual_seed(len(lengths))
+    key_heads, count, drafts, total = 4, 8, 3, sum(lengths)
+    channels = (2 * key_heads + count) * SIZE
+    memory = DeltaMemory(
+        matrices=_random(len(lengths) + 1, count, SIZE, SIZE, dtype=torch.float32) / 8,
+        mixed=_random(len(lengths) + 1, places(drafts, TAPS), channels, dtype=dtype),
+        gates=_random(len(lengths) + 1, places(drafts, TAPS), 2 * count, dtype=dtype),
+    )
+    weights = DeltaWeights(
+        conv=_random(TAPS, channels, dtype=torch.float32) / 2,
+        a_log=torch.rand(count, device="cuda"),
+        dt_bias=_random(count, dtype=torch.float32),
+    )
+    joined = _random(total + 7, channels + count * SIZE, dtype=dtype)
+    rows = DeltaRows(joined[:, :channels], _random(total + 7, 2 * count, dtype=dtype))
+    positions = [torch.arange(first, first + length, device="cuda") for length in lengths]
+    contexts = Contexts(
+        slots=torch.randperm(len(lengths), device="cuda"),
+        last_rows=torch.tensor(lengths, device="cuda").cumsum(0) - 1,
+        positions=torch.cat([*positions, torch.zeros(7, dtype=torch.int64, device="cuda")]),
+    )
+    twin = DeltaMemory(*(kept.clone() for kept in memory))
+    out = delta_contexts(rows, weights, memory, contexts)[:total].float()
+    expected = torch_contexts(rows, weights, twin, contexts)[:total].float()
+    bound = 1e-4 if dtype == torch.float32 else 2e-2
+    assert float((out - expected).norm()) < bound * float(expected.norm())
+    difference = float((memory.matrices - twin.matrices).norm())
+    assert difference < bound * float(twin.matrices.norm())
+    assert torch.equal(memory.mixed, twin.mixed)
 
 
 def test_what_a_pass_takes_in() -> None:

@@ -144,7 +144,10 @@ def test_experts_of_other_ranks_add_nothing(has_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("is_fp4", [False, True])
-def test_rows_that_are_not_numbers_stay_alone(is_fp4: bool) -> None:
+def test_rows_that_are_not_numbers_stay_alone(
+    is_fp4: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer, "MAX_FP4_ROWS", 3)
     experts, x, ids, weights = random_experts(3, 8, 2, 64, 192, torch.bfloat16, has_bias=is_fp4)
     if is_fp4:
         experts.hold(*to_fp4(experts))

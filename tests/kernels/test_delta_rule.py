@@ -131,9 +131,12 @@ def test_texts_equal_transformers(sizes: Sizes, taps: int, drafts: int) -> None:
     x = F.silu(x[..., :total]).transpose(1, 2)
     q, k, v = x.split([key_heads * key, key_heads * key, heads * value], -1)
     b, a = rows.gates[None].chunk(2, -1)
+    q, k = (  # which not every version does itself
+        y.unflatten(-1, (key_heads, key)).repeat_interleave(heads // key_heads, 2) for y in (q, k)
+    )
     expected, last = reference.torch_recurrent_gated_delta_rule(
-        q.unflatten(-1, (key_heads, key)),
-        k.unflatten(-1, (key_heads, key)),
+        q,
+        k,
         v.unflatten(-1, (heads, value)),
         g=-weights.a_log.exp() * F.softplus(a + weights.dt_bias),
         beta=b.sigmoid(),
@@ -248,6 +251,14 @@ def test_contexts(
         )
         rows = layer.rows(len(more) * (drafts + 1))
         assert bool(layer.delta("delta_generations", rows, requests).isfinite().all())
+
+
+def test_contexts_of_public_sizes() -> None:
+    """Whose products are of two numbers of 16 bits; of other sizes they are of float32."""
+    layer = Layer((1, 2, 128, 128), 4, 2, torch.float16, seed=3)
+    for first, length in ((0, 70), (70, 5)):
+        given = contexts((1, first, length), padding=2)
+        layer.delta("delta_contexts", layer.rows(length + 2), given)
 
 
 def test_keys_that_repeat() -> None:

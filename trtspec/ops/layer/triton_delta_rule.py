@@ -34,6 +34,8 @@ COLUMNS, MANY_COLUMNS = 32, 64
 """Of a matrix, those that a program works on; the latter where there are many programs."""
 STAGES_BYTES = 160 * 1024
 """Of shared memory, that a program needs that reads a chunk ahead."""
+SIZES_OF_SPLITS = 128, 128
+"""Of keys and values, with which products of contexts in 16 bits were compared on a GPU."""
 CONTEXTS = 64
 """That a chunk is looked for among, at least."""
 NORM_HEADS = 8
@@ -163,13 +165,17 @@ def delta_contexts(
 ) -> Tensor:
     """As its twin. One kernel works on all chunks at once, another on one after the other.
 
-    Matrices are read before the kernel before has ended, which must not write them.
+    Matrices are read before the kernel before has ended, which must not write them. Rows of 16 bits
+    are computed in float32 unless heads have 128 keys and values: with 16 keys results in bf16 were
+    wrong on a GPU.
     """
+    kind = rows.mixed.dtype
+    if splits(rows.mixed) and memory.matrices.shape[2:] != SIZES_OF_SPLITS:
+        wide = DeltaRows(*(x.float() for x in rows))
+        return delta_contexts(wide, weights, memory, requests).to(kind)
     total, count = rows.mixed.shape[0], requests.slots.shape[0]
     heads = memory.matrices.shape[1]
     columns = COLUMNS if count * heads < 2 * MULTIPROCESSORS else MANY_COLUMNS
-    if rows.mixed.dtype == torch.float32:
-        columns = 16  # more of them are more than registers hold
     sizes = _sizes(rows, weights, memory, columns)
     new, key_heads = rows.mixed.new_empty, sizes.KEY_HEADS
     chunks = Chunks(
@@ -191,11 +197,10 @@ def delta_contexts(
         requests,
         chunks,
         count,
-        heads // key_heads,  # no constant: the loop is not to be unrolled
         sizes=sizes,
         VALUE_TILE=_tile(sizes.VALUE),
         CONTEXTS=max(CONTEXTS, triton.next_power_of_2(count)),  # few variants to compile
-        num_warps=4 if key_heads * most > 2 * MULTIPROCESSORS else 8,
+        num_warps=8,
         num_stages=1,
         **launch,
     )
@@ -208,7 +213,7 @@ def delta_contexts(
         out,
         total,
         sizes=sizes,
-        num_warps=4 if sizes.COLUMNS == COLUMNS else 8,
+        num_warps=4 if sizes.COLUMNS <= COLUMNS else 8,
         num_stages=2 if _is_large(rows.mixed) else 1,
         **launch,
     )
@@ -517,7 +522,6 @@ def _prepare_kernel(
     requests,
     chunks,
     count,
-    shared,
     sizes: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     CONTEXTS: tl.constexpr,
@@ -530,6 +534,7 @@ def _prepare_kernel(
     HEADS: tl.constexpr = sizes.HEADS
     ROWS: tl.constexpr = sizes.ROWS
     PRECISION: tl.constexpr = sizes.PRECISION
+    SHARED: tl.constexpr = sizes.HEADS // sizes.KEY_HEADS
     KEYS: tl.constexpr = sizes.KEY_HEADS * KEY
     kind = chunks.q.dtype.element_ty
     key_head, number = tl.program_id(0), tl.program_id(1)
@@ -549,11 +554,11 @@ def _prepare_kernel(
     before = tl.sum(tl.where(is_mine, last_numbers - numbers, 0), 0)
     mine = tl.sum(tl.where(is_mine, context, 0), 0)
     slot = tl.load(requests.slots + mine).to(tl.int64)
-    first = tl.load(requests.positions + begin).to(tl.int32)
+    first = tl.load(requests.positions + begin)
     start = begin + (number - before) * ROWS
-    i, ahead = tl.arange(0, ROWS), (start - begin).to(tl.int32)
-    is_row = i < (end - start).to(tl.int32)
-    span = (start, ahead, is_row, slot, first)
+    row = start + tl.arange(0, ROWS).to(tl.int64)
+    is_row = row < end
+    span = (row, is_row, begin, slot, first)
 
     d = tl.arange(0, sizes.KEY_TILE)
     is_key = d < KEY
@@ -561,63 +566,59 @@ def _prepare_kernel(
     q = _channels(rows.mixed, strides.mixed, weights, kept_ptr, span, column, is_key, sizes)
     k = _channels(rows.mixed, strides.mixed, weights, kept_ptr, span, KEYS + column, is_key, sizes)
     q, k = (_of_length_1(q, sizes) * KEY**-0.5).to(kind), _of_length_1(k, sizes).to(kind)
-    at = i[:, None] * KEYS + column[None, :]
+    at = row[:, None] * KEYS + column[None, :]
     mask = is_row[:, None] & is_key[None, :]
-    tl.store(chunks.q + start * KEYS + at, q, mask=mask)
-    tl.store(chunks.k + start * KEYS + at, k, mask=mask)
+    tl.store(chunks.q + at, q, mask=mask)
+    tl.store(chunks.k + at, k, mask=mask)
     products, scores = _dot(k, tl.trans(k), sizes), _dot(q, tl.trans(k), sizes)
 
+    i = tl.arange(0, ROWS)
     value = tl.arange(0, VALUE_TILE)
     is_value = value < VALUE
-    for member in range(shared):
-        head = key_head * shared + member
-        gates = rows.gates + start * strides.gates + i * strides.gates + head
+    for member in range(SHARED):
+        head = key_head * SHARED + member
+        gates = rows.gates + row * strides.gates + head
         b = tl.sigmoid(tl.load(gates, mask=is_row, other=0.0).to(tl.float32))
         g = _log_decay(tl.load(gates + HEADS, mask=is_row, other=0.0).to(tl.float32), weights, head)
         b, c = tl.where(is_row, b, 0.0), tl.cumsum(tl.where(is_row, g, 0.0), 0)
-        of_head, begun = i * HEADS + head, start * HEADS
-        tl.store(chunks.decays + begun + of_head, c, mask=is_row)
+        of_head = row * HEADS + head
+        tl.store(chunks.decays + of_head, c, mask=is_row)
         decays = _decayed(c, ROWS)
         to = of_head[:, None] * ROWS + i[None, :]
-        tl.store(
-            chunks.scores + begun * ROWS + to, (scores * decays).to(kind), mask=is_row[:, None]
-        )
+        tl.store(chunks.scores + to, (scores * decays).to(kind), mask=is_row[:, None])
         system = tl.where(i[:, None] > i[None, :], products * decays * b[:, None], 0.0)
         inverse = _inverse(system, ROWS, PRECISION)
         reads = _dot(inverse * (b * tl.exp(c))[None, :], k, sizes)
-        to = of_head[:, None] * KEY + d[None, :]
-        tl.store(chunks.reads + begun * KEY + to, reads.to(kind), mask=mask)
+        tl.store(chunks.reads + of_head[:, None] * KEY + d[None, :], reads.to(kind), mask=mask)
         v_column = 2 * KEYS + head * VALUE + value
         v = _channels(rows.mixed, strides.mixed, weights, kept_ptr, span, v_column, is_value, sizes)
         written = _dot(inverse * b[None, :], v, sizes)
         to = of_head[:, None] * VALUE + value[None, :]
-        mask_out = is_row[:, None] & is_value[None, :]
-        tl.store(chunks.written + begun * VALUE + to, written.to(kind), mask=mask_out)
+        tl.store(chunks.written + to, written.to(kind), mask=is_row[:, None] & is_value[None, :])
 
 
 @triton.jit
 def _channels(mixed_ptr, stride, weights, kept_ptr, span, column, is_column, sizes: tl.constexpr):
     """Returns channels of a chunk's rows [rows, columns]. Rows before the context's first are kept
     by position, or there are none."""
-    start, ahead, is_row, slot, first = span
-    TAPS: tl.constexpr = sizes.TAPS
+    row, is_row, begin, slot, first = span
     CHANNELS: tl.constexpr = 2 * sizes.KEY_HEADS * sizes.KEY + sizes.HEADS * sizes.VALUE
-    i = tl.arange(0, sizes.ROWS)
-    total = tl.zeros([1, i.shape[0], column.shape[0]], tl.float32)
+    total = tl.zeros([1, row.shape[0], column.shape[0]], tl.float32)
     column, is_column = column[None, None, :], is_column[None, None, :]
-    mixed_ptr += start * stride
+    TAPS: tl.constexpr = sizes.TAPS
     for tap in tl.static_range(TAPS):
-        seen = i + (tap - (TAPS - 1))
-        mask = (is_row & (seen + ahead >= 0))[None, :, None] & is_column
+        seen = row - (sizes.TAPS - 1 - tap)
+        mask = (is_row & (seen >= begin))[None, :, None] & is_column
         conv = tl.load(weights.conv + tap * CHANNELS + column, mask=is_column, other=0.0)
         mixed = tl.load(mixed_ptr + seen[None, :, None] * stride + column, mask=mask, other=0.0)
         total += mixed.to(tl.float32) * conv
-    if (first > 0) & (ahead == 0):
-        kept_ptr += slot * (sizes.PLACES * CHANNELS)
+    if (first > 0) & (tl.min(row, 0) == begin):
         for tap in tl.static_range(TAPS - 1):
-            seen = i + (tap - (TAPS - 1))
-            place = (first + seen) % sizes.PLACES * CHANNELS
-            mask = (is_row & (seen < 0) & (first + seen >= 0))[None, :, None] & is_column
+            seen = row - (sizes.TAPS - 1 - tap)
+            position = first + (seen - begin)
+            is_kept = is_row & (seen < begin) & (position >= 0)
+            mask = is_kept[None, :, None] & is_column
+            place = (slot * sizes.PLACES + position % sizes.PLACES) * CHANNELS
             conv = tl.load(weights.conv + tap * CHANNELS + column, mask=is_column, other=0.0)
             kept = tl.load(kept_ptr + place[None, :, None] + column, mask=mask, other=0.0)
             total += kept.to(tl.float32) * conv
@@ -650,13 +651,10 @@ def _scan_kernel(
     i, d = tl.arange(0, ROWS), tl.arange(0, sizes.KEY_TILE)
     value = tile * TILE + tl.arange(0, TILE)
     is_key, is_value = d < KEY, value < VALUE
-    begin = (
-        tl.load(requests.last_rows + context - 1, mask=context > 0, other=-1, cache_modifier=".cg")
-        + 1
-    )
-    end = tl.load(requests.last_rows + context, cache_modifier=".cg") + 1
-    slot = tl.load(requests.slots + context, cache_modifier=".cg").to(tl.int64)
-    first = tl.load(requests.positions + begin, mask=begin < end, other=0, cache_modifier=".cg")
+    begin = tl.load(requests.last_rows + context - 1, mask=context > 0, other=-1) + 1
+    end = tl.load(requests.last_rows + context) + 1
+    slot = tl.load(requests.slots + context).to(tl.int64)
+    first = tl.load(requests.positions + begin, mask=begin < end, other=0)
     cell = ((slot * HEADS + head) * KEY + d)[:, None] * VALUE + value[None, :]
     is_cell = is_key[:, None] & is_value[None, :]
     is_held = is_cell & (first > 0)
