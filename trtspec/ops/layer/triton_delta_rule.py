@@ -616,8 +616,8 @@ def _channels(mixed_ptr, stride, weights, kept_ptr, span, column, is_column, siz
         for tap in tl.static_range(TAPS - 1):
             seen = row - (sizes.TAPS - 1 - tap)
             position = first + (seen - begin)
-            is_kept = is_row & (seen < begin) & (position >= 0)
-            mask = is_kept[None, :, None] & is_column
+            is_before = is_row & (seen < begin) & (position >= 0)
+            mask = is_before[None, :, None] & is_column
             place = (slot * sizes.PLACES + position % sizes.PLACES) * CHANNELS
             conv = tl.load(weights.conv + tap * CHANNELS + column, mask=is_column, other=0.0)
             kept = tl.load(kept_ptr + place[None, :, None] + column, mask=mask, other=0.0)
