@@ -21,7 +21,7 @@ from .partial_rotary import without_factor
 
 LINEAR = "linear_attention"
 MAX_TAPS = 16
-_NUM_MTP_LAYERS = 8
+_NUM_MTP_LAYERS = 64
 """Of which the types are told, whatever number the checkpoint has: all have full attention."""
 
 
