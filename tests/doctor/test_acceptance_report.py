@@ -28,6 +28,7 @@ from trtspec import (
     UserProvidedDecodingConfig,
     cli,
 )
+from trtspec.cli import status
 from trtspec.config import DecodingBaseConfig
 from trtspec.data.acceptance_prompts import (
     CATEGORIES,
@@ -50,10 +51,10 @@ from trtspec.report import (
     measure_step_ms,
     step_times,
 )
-from trtspec.report.collect import collect_samples
+from trtspec.report.collect import Interrupted, collect_samples
 from trtspec.report.contexts import pad_prompt, padding_texts
 from trtspec.report.html import interval_text, render_html
-from trtspec.report.measure import dead, fading
+from trtspec.report.measure import InterruptedReport, dead, fading
 from trtspec.report.plots import draw_plots, require_matplotlib
 from trtspec.report.statistics import Acceptance, Estimate, Group, bucket_name
 
@@ -407,6 +408,34 @@ def test_a_measurement_after_one_that_was_interrupted(folder: Path, target: Path
     with pytest.raises(KeyboardInterrupt):
         collect_samples(llm, PROMPTS, progress=interrupt, **options)
     assert collect_samples(llm, PROMPTS, **options) == whole
+
+
+def test_an_interrupted_measurement_reports_what_has_ended(folder: Path, target: Path) -> None:
+    """At two temperatures, the second of which no answer has."""
+    llm = build(target, eagle(eagle3_dir(folder)), max_batch_size=1)
+    options: dict[str, Any] = {"max_tokens": 12, "encode": encode, "temperatures": (0.0, 1.0)}
+    whole = measure_acceptance(llm, PROMPTS, **options)
+
+    def interrupt(text: str, done: float, of: float) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(InterruptedReport) as interrupted:
+        measure_acceptance(llm, PROMPTS, progress=interrupt, **options)
+    report = interrupted.value.report
+    assert report.samples == whole.samples[:2] and report.overall[0].acceptance.num_prompts == 2
+    assert report.warning is not None
+    assert report.warning.startswith(f"interrupted: 2 of {2 * len(PROMPTS)} answers had ended")
+    assert report.overall[1].acceptance.acceptance_length.value is None
+    json.dumps(report.to_json())
+
+    def at_once(text: str, done: float, of: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted) as interrupted_early:
+        measure_acceptance(llm, PROMPTS, progress=at_once, **options)
+    assert not interrupted_early.value.samples
+    assert measure_acceptance(llm, PROMPTS, **options).samples == whole.samples
 
 
 def test_a_measurement_that_others_step(folder: Path, target: Path) -> None:
@@ -845,6 +874,27 @@ def test_a_category_called_all_has_a_row(run: Any, tmp_path: Path) -> None:
     assert code == 0, err
     rows = [re.findall(r"\w+", line) for line in out.splitlines() if re.match(r"\W+all\b", line)]
     assert [row[-2] for row in rows] == ["1", "2"]  # prompts
+
+
+def test_the_command_that_is_interrupted(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends as an interrupted one, after it has shown and written what there is."""
+    told = status.Progress.__call__
+
+    def interrupt(progress: Any, text: str, *counts: float) -> None:
+        if "decoding" in text and counts[0] == 2:
+            raise KeyboardInterrupt
+        told(progress, text, *counts)
+
+    monkeypatch.setattr(status.Progress, "__call__", interrupt)
+    file = tmp_path / "report.json"
+    arguments = "--temperatures", "0,1", "--max-batch-size", 1, "--json-file", file
+    code, out, err = run(*arguments, mode="ngram")
+    assert code == 130 and "interrupted" in err and "Traceback" not in err
+    assert "interrupted: 2 of 8 answers had ended" in " ".join(out.split())
+    found = json.loads(file.read_text())
+    assert len(found["samples"]) == 2 and found["warning"].startswith("interrupted")
 
 
 def test_the_command_without_extras(run: Any, tmp_path: Path) -> None:

@@ -100,23 +100,27 @@ def _refuse_advice(options: EngineOptions) -> None:
 def _measure(
     options: EngineOptions, what: AcceptanceOptions, plan: Plan, progress: Progress
 ) -> tuple[AcceptanceReport, BaseException | None]:
-    """Returns the report, and why it has no advice if that was asked for and could not be given."""
-    from ..report import measure_acceptance
+    """Returns the report, and why it is not whole: it was interrupted, or advice was asked for and
+    could not be given."""
+    from ..report.measure import InterruptedReport, measure_acceptance
 
     plain: LLM | None = None
     if what.advise:
         plain, llm = load_pair(options, progress)
     else:
         llm = load_llm(options, progress)
-    report = measure_acceptance(
-        llm,
-        plan.prompts,
-        temperatures=plan.temperatures,
-        contexts=plan.contexts,
-        max_tokens=what.max_tokens,
-        seed=what.seed,
-        progress=progress,
-    )
+    try:
+        report = measure_acceptance(
+            llm,
+            plan.prompts,
+            temperatures=plan.temperatures,
+            contexts=plan.contexts,
+            max_tokens=what.max_tokens,
+            seed=what.seed,
+            progress=progress,
+        )
+    except InterruptedReport as interrupt:
+        return interrupt.report, interrupt
     if plain is None:
         return report, None
     ids = sorted((llm.apply_chat_template(p.messages) for p in plan.prompts), key=len)

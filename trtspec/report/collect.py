@@ -37,6 +37,14 @@ class Sample:
         return {**vars(self), "steps": [list(step) for step in self.steps]}
 
 
+class Interrupted(KeyboardInterrupt):
+    """An interrupt while prompts ran; `samples` are the answers that had ended."""
+
+    def __init__(self, samples: list[Sample]):
+        super().__init__()
+        self.samples = samples
+
+
 def collect_samples(
     llm: LLM,
     prompts: Sequence[AcceptancePrompt],
@@ -59,6 +67,7 @@ def collect_samples(
     Raises:
         ConfigError: a temperature or context length is out of range.
         RequestError: a prompt is too long, or a request failed or was cancelled.
+        Interrupted: for a KeyboardInterrupt while they ran.
     """
     encode = encode or llm.apply_chat_template
     executor = llm.executor
@@ -81,6 +90,9 @@ def collect_samples(
             done = sum(request.is_finished for *_, request in queued)
             if progress is not None:
                 progress(f"decoding {len(queued)} prompts", done, len(queued))
+    except KeyboardInterrupt as interrupt:
+        whole = [entry for entry in queued if entry[3].finish_reason in ("stop", "length")]
+        raise Interrupted([_sample(*entry) for entry in whole]) from interrupt
     finally:  # an interrupt must not leave half a batch running
         executor.record_steps = before
         for *_, request in queued:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..data.acceptance_prompts import AcceptancePrompt, load_prompts
@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..executor.dead_drafter import DOCTOR, HOTTEST, is_dead
 from ..models.drafters.base import HeadConfig
 from .advice import Advice
-from .collect import Encode, Progress, Sample, collect_samples
+from .collect import Encode, Interrupted, Progress, Sample, collect_samples
 from .statistics import (
     CONFIDENCE,
     RESAMPLES,
@@ -72,6 +72,14 @@ class AcceptanceReport:
         }
 
 
+class InterruptedReport(KeyboardInterrupt):
+    """An interrupt of a measurement; `report` is of the answers that had ended, one at least."""
+
+    def __init__(self, report: AcceptanceReport):
+        super().__init__()
+        self.report = report
+
+
 def measure_acceptance(
     llm: LLM,
     prompts: Sequence[AcceptancePrompt] | None = None,
@@ -88,6 +96,7 @@ def measure_acceptance(
     Raises:
         ConfigError: the engine drafts nothing, or an argument cannot be.
         RequestError: a prompt is too long, or a request failed.
+        InterruptedReport: for a KeyboardInterrupt once an answer had ended.
     """
     if llm.max_draft_len == 0:
         raise ConfigError(f"Mode {llm.mode.name} drafts nothing: there is no acceptance.")
@@ -95,16 +104,22 @@ def measure_acceptance(
     temperatures = list(dict.fromkeys(temperatures))
     if not prompts or not temperatures:
         raise ConfigError("Give at least one prompt and one temperature.")
-    samples = collect_samples(
-        llm,
-        prompts,
-        temperatures=temperatures,
-        contexts=list(dict.fromkeys(contexts)),
-        max_tokens=max_tokens,
-        seed=seed,
-        encode=encode,
-        progress=progress,
-    )
+    interrupt: Interrupted | None = None
+    try:
+        samples = collect_samples(
+            llm,
+            prompts,
+            temperatures=temperatures,
+            contexts=list(dict.fromkeys(contexts)),
+            max_tokens=max_tokens,
+            seed=seed,
+            encode=encode,
+            progress=progress,
+        )
+    except Interrupted as error:
+        if not error.samples:
+            raise
+        samples, interrupt = error.samples, error
     settings = {
         "mode": llm.mode.name.lower(),
         "max_draft_len": llm.max_draft_len,
@@ -118,7 +133,13 @@ def measure_acceptance(
         "seed": seed,
         "forced_acceptance": llm.stats().forced_acceptance,
     }
-    return _report(llm, settings, samples)
+    report = _report(llm, settings, samples)
+    if interrupt is not None:
+        wanted = len(prompts) * len(temperatures) * (1 + len(dict.fromkeys(contexts)))
+        said = f"interrupted: {len(samples)} of {wanted} answers had ended, short ones first"
+        warning = "; ".join(filter(None, (said, report.warning)))
+        raise InterruptedReport(replace(report, warning=warning)) from interrupt
+    return report
 
 
 def _report(llm: LLM, settings: dict[str, Any], samples: Sequence[Sample]) -> AcceptanceReport:
