@@ -304,7 +304,8 @@ def test_begin_pass(num_contexts: int, num_generations: int) -> None:
     slots = torch.randperm(300, generator=generator)[:total].to(DEVICE)
     ends, firsts = numbers(num_contexts), numbers(4 * num_generations)[::4]
     expected = taken_in.clone()
-    wanted = recurrent.begin_pass.__wrapped__(expected, slots, ends, firsts)  # type: ignore[attr-defined]
+    by_torch: Any = recurrent.begin_pass
+    wanted = by_torch.__wrapped__(expected, slots, ends, firsts)
     for ours, twin in zip(begin_pass(taken_in, slots, ends, firsts), wanted, strict=True):
         assert torch.equal(ours, twin) and ours.is_contiguous()
     assert torch.equal(taken_in, expected)

@@ -20,13 +20,14 @@ from oracle import VOCAB, Oracle, logit_error, prompt_tensors, random_prompts
 from safetensors.torch import load_file
 from thread_ranks import ThreadRanks
 from tiny import prefill_metadata, tiny_model_dir
-from tiny_heads import mtp_model_dir
+from tiny_heads import eagle3_dir, mtp_model_dir
 from tiny_trained import trained_head
 from torch import Tensor
 
 from trtspec import (
     LLM,
     DraftTargetDecodingConfig,
+    EagleDecodingConfig,
     EmbedsPrompt,
     MTPDecodingConfig,
     NGramDecodingConfig,
@@ -356,3 +357,21 @@ def test_mtp_layers_that_learned_texts_draft_them(tmp_path: Path) -> None:
     assert length is not None and length > 2.5
     verdict = diagnose(trained.target, path, "mtp", trained.texts).verdict
     assert verdict.startswith("No known mistake"), verdict
+
+
+@pytest.mark.slow
+def test_an_eagle3_head_that_learned_texts_drafts_them(tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 4, "layer_types": [LINEAR, LINEAR, FULL, LINEAR]}
+    path = tiny_model_dir(tmp_path, "qwen3_5_text", seed=1, **layers)
+    head = eagle3_dir(
+        tmp_path, draft_vocab=None,
+        config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+    )  # fmt: skip
+    trained = trained_head(path, head, "eagle", 200)
+    llm = cpu_engine(path, EagleDecodingConfig(max_draft_len=2, speculative_model=head))
+    prompts = [[7 * i % 90 + 3, i + 3] for i in range(10)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=28, ignore_eos=True))
+    said = [p + list(o.outputs[0].token_ids) for p, o in zip(prompts, outputs, strict=True)]
+    assert said == trained.texts.input_ids.tolist()
+    length = llm.executor.stats().acceptance_length
+    assert length is not None and length > 2.2

@@ -242,6 +242,7 @@ def _load(
     drafter = loader.load(target)
     reads_next = getattr(drafter.model, "reads_next_tokens", False)
     worker = create_worker(drafter.config, drafter.mask_token_id, reads_next_tokens=reads_next)
+    _refuse_with_linear_attention(target, worker)
     rows = worker.max_draft_len + 1
     graph_rows = 0
     if device.type == "cuda" and parallel.size == 1:  # ranks must agree, and may have other parts
@@ -254,7 +255,9 @@ def _load(
         extra_kv=worker.num_extra_kv_tokens,
         rewritten=worker.num_rewritten_tokens,
         page_size=engine.kv_cache.tokens_per_block,
-        bytes_of_slots=_bytes_of_slots(engine, target, worker),
+        bytes_of_slots=bytes_of_memory(
+            target.config, engine.max_batch_size, worker.max_draft_len, target.model.norm.weight
+        ),
     )
     specs = _target_specs(engine, target)
     if drafter.model is not None:
@@ -263,23 +266,14 @@ def _load(
     return _Loaded(target, drafter, worker, needs, specs, num_blocks, graph_rows)
 
 
-def _bytes_of_slots(engine: EngineConfig, target: LoadedTarget, worker: SpecWorkerBase) -> int:
-    """Returns what layers with linear attention keep of all requests.
-
-    Raises:
-        ConfigError: a setting needs what such layers do not have.
-    """
-    if not target.config.linear_layers:
-        return 0
+def _refuse_with_linear_attention(target: LoadedTarget, worker: SpecWorkerBase) -> None:
+    """Raises ConfigError for a setting that needs what layers with linear attention do not have."""
     spec = worker.config
-    if spec is not None and spec.max_verified_drafts is not None:
+    if target.config.linear_layers and spec is not None and spec.max_verified_drafts is not None:
         raise ConfigError(
             f"max_verified_drafts={spec.max_verified_drafts} does not work with linear attention, "
             f"which {target.directory} has: its rows must follow each other. Leave it out."
         )
-    return bytes_of_memory(
-        target.config, engine.max_batch_size, worker.max_draft_len, target.model.norm.weight
-    )
 
 
 def _target_specs(engine: EngineConfig, target: LoadedTarget) -> list[KVGroupSpec]:

@@ -34,8 +34,8 @@ COLUMNS, MANY_COLUMNS = 32, 64
 """Of a matrix, those that a program works on; the latter where there are many programs."""
 STAGES_BYTES = 160 * 1024
 """Of shared memory, that a program needs that reads a chunk ahead."""
-SIZES_OF_SPLITS = 128, 128
-"""Of keys and values, with which products of contexts in 16 bits were compared on a GPU."""
+COMPARED = 128, 128
+"""Keys and values of heads whose contexts in 16 bits were compared with torch."""
 CONTEXTS = 64
 """That a chunk is looked for among, at least."""
 NORM_HEADS = 8
@@ -107,6 +107,12 @@ def splits(x: Tensor) -> bool:
     return x.dtype == torch.float16 or (x.is_cuda and x.dtype == torch.bfloat16)
 
 
+def _is_compared(x: Tensor, memory: DeltaMemory) -> bool:
+    """Returns whether contexts in 16 bits were compared with torch: bf16 on a GPU, in Triton's
+    interpreter float16, which it can multiply."""
+    return memory.matrices.shape[2:] == COMPARED and (x.dtype == torch.bfloat16 or not x.is_cuda)
+
+
 def _is_large(x: Tensor) -> bool:
     """Returns whether a program has room for the next chunk while it works on one."""
     return x.is_cuda and x.element_size() == 2 and _shared_memory(x.device.index) >= STAGES_BYTES
@@ -166,11 +172,11 @@ def delta_contexts(
     """As its twin. One kernel works on all chunks at once, another on one after the other.
 
     Matrices are read before the kernel before has ended, which must not write them. Rows of 16 bits
-    are computed in float32 unless heads have 128 keys and values: with 16 keys results in bf16 were
-    wrong on a GPU.
+    are computed in float32 where that was not compared with torch on a GPU: with heads of 16 keys
+    results in bf16 were wrong there.
     """
     kind = rows.mixed.dtype
-    if splits(rows.mixed) and memory.matrices.shape[2:] != SIZES_OF_SPLITS:
+    if splits(rows.mixed) and not _is_compared(rows.mixed, memory):
         wide = DeltaRows(*(x.float() for x in rows))
         return delta_contexts(wide, weights, memory, requests).to(kind)
     total, count = rows.mixed.shape[0], requests.slots.shape[0]
