@@ -37,7 +37,7 @@ SIZES = [
     (1, 3, 24, 40),  # padded
 ]
 if DEVICE == "cuda":  # each takes seconds to compile
-    DTYPES, SIZES = DTYPES[:2], SIZES[:1]
+    SIZES = [SIZES[0], (1, 2, 32, 32)]
 Sizes = tuple[int, int, int, int]
 
 
@@ -254,7 +254,7 @@ def test_contexts(
 
 
 def test_contexts_of_public_sizes() -> None:
-    """Whose products are of two numbers of 16 bits; of other sizes they are of float32."""
+    """Those of Qwen3-Next and Qwen3.5."""
     layer = Layer((1, 2, 128, 128), 4, 2, torch.float16, seed=3)
     for first, length in ((0, 70), (70, 5)):
         given = contexts((1, first, length), padding=2)

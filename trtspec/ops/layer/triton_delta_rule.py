@@ -34,8 +34,8 @@ COLUMNS, MANY_COLUMNS = 32, 64
 """Of a matrix, those that a program works on; the latter where there are many programs."""
 STAGES_BYTES = 160 * 1024
 """Of shared memory, that a program needs that reads a chunk ahead."""
-COMPARED = 128, 128
-"""Keys and values of heads whose contexts in 16 bits were compared with torch."""
+BY_WARPGROUPS = 128, 128
+"""Keys and values of heads for which Triton's warpgroup instructions were seen to be right."""
 CONTEXTS = 64
 """That a chunk is looked for among, at least."""
 NORM_HEADS = 8
@@ -107,12 +107,6 @@ def splits(x: Tensor) -> bool:
     return x.dtype == torch.float16 or (x.is_cuda and x.dtype == torch.bfloat16)
 
 
-def _is_compared(x: Tensor, memory: DeltaMemory) -> bool:
-    """Returns whether contexts in 16 bits were compared with torch: bf16 on a GPU, in Triton's
-    interpreter float16, which it can multiply."""
-    return memory.matrices.shape[2:] == COMPARED and (x.dtype == torch.bfloat16 or not x.is_cuda)
-
-
 def _is_large(x: Tensor) -> bool:
     """Returns whether a program has room for the next chunk while it works on one."""
     return x.is_cuda and x.element_size() == 2 and _shared_memory(x.device.index) >= STAGES_BYTES
@@ -171,14 +165,10 @@ def delta_contexts(
 ) -> Tensor:
     """As its twin. One kernel works on all chunks at once, another on one after the other.
 
-    Matrices are read before the kernel before has ended, which must not write them. Rows of 16 bits
-    are computed in float32 where that was not compared with torch on a GPU: with heads of 16 keys
-    results in bf16 were wrong there.
+    Matrices are read before the kernel before has ended, which must not write them. Hopper's
+    warpgroup instructions take four warps. Triton 3.6 and 3.7 compile some kernels with several
+    products to wrong ones there, where tiles have 16 or 32 columns (triton-lang/triton#11366).
     """
-    kind = rows.mixed.dtype
-    if splits(rows.mixed) and not _is_compared(rows.mixed, memory):
-        wide = DeltaRows(*(x.float() for x in rows))
-        return delta_contexts(wide, weights, memory, requests).to(kind)
     total, count = rows.mixed.shape[0], requests.slots.shape[0]
     heads = memory.matrices.shape[1]
     columns = COLUMNS if count * heads < 2 * MULTIPROCESSORS else MANY_COLUMNS
@@ -194,6 +184,9 @@ def delta_contexts(
     )
     out = new(total, heads, sizes.VALUE)
     most = (total + (CHUNK - 1) * count) // CHUNK  # chunks there can be
+    prepare_warps, scan_warps = 2, 2
+    if (sizes.KEY, sizes.VALUE) == BY_WARPGROUPS or not splits(rows.mixed):
+        prepare_warps, scan_warps = 8, 4 if sizes.COLUMNS <= COLUMNS else 8
     launch = dependent_launch(rows.mixed)
     _prepare_kernel[(key_heads, most)](
         rows,
@@ -206,7 +199,7 @@ def delta_contexts(
         sizes=sizes,
         VALUE_TILE=_tile(sizes.VALUE),
         CONTEXTS=max(CONTEXTS, triton.next_power_of_2(count)),  # few variants to compile
-        num_warps=8,
+        num_warps=prepare_warps,
         num_stages=1,
         **launch,
     )
@@ -219,7 +212,7 @@ def delta_contexts(
         out,
         total,
         sizes=sizes,
-        num_warps=4 if sizes.COLUMNS <= COLUMNS else 8,
+        num_warps=scan_warps,
         num_stages=2 if _is_large(rows.mixed) else 1,
         **launch,
     )
