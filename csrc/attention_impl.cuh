@@ -57,9 +57,22 @@ cudaError_t launch_clusters_of(const AttendParams& p, ClusterShape shape, cudaSt
                      : cudaErrorInvalidValue;
 }
 
+// Of heads of 256 eight warps would not find room for their keys.
+template <typename T>
+cudaError_t launch_wide_clusters(const AttendParams& p, ClusterShape shape, cudaStream_t stream) {
+  const auto [size, warps] = shape;
+  return warps != 4   ? cudaErrorInvalidValue
+         : size == 1 ? launch_clusters_as<T, 256, 1, 1, 4>(p, stream)
+         : size == 2 ? launch_clusters_as<T, 256, 1, 2, 4>(p, stream)
+         : size == 4 ? launch_clusters_as<T, 256, 1, 4, 4>(p, stream)
+         : size == 8 ? launch_clusters_as<T, 256, 1, 8, 4>(p, stream)
+                     : cudaErrorInvalidValue;
+}
+
 template <typename T>
 cudaError_t launch_attend_clusters(const AttendParams& p, int dim, ClusterShape shape,
                                    cudaStream_t stream) {
+  if (dim == 256) return launch_wide_clusters<T>(p, shape, stream);
   if (p.rows * p.per_kv <= 16) {
     return dim == 64 ? launch_clusters_of<T, 64, 1>(p, shape, stream)
                      : launch_clusters_of<T, 128, 1>(p, shape, stream);

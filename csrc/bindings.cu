@@ -54,7 +54,6 @@ void by_half_type(const TensorView& x, Run run) {
 void run_fp8(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
   check(p.rows <= trtspec::kMaxFp8Rows && p.k % 64 == 0, "FP8: at most 8 rows, inputs by 64");
   check(x.dtype().code == kDLBfloat && p.x1 == nullptr, "FP8 weights are for one bfloat16 input");
-  check(p.norm0 == nullptr || p.offset == 0.0f, "FP8: a norm's weights are taken as they are");
   check(p.groups == 1 || p.group % 64 == 0, "groups must be multiples of 64");
   check(p.groups == 1 ? trtspec::launch_fp8_linear<false>(epilogue, p, stream_of(x))
                       : trtspec::launch_fp8_linear<true>(epilogue, p, stream_of(x)));
@@ -494,8 +493,10 @@ void attend_clusters(TensorView q, TensorView k, TensorView v, TensorView tables
   check(p.per_kv > 0, "at least as many query heads as KV heads");
   p.kv_inverse = 65536 / p.per_kv + 1;
   check(scale > 0, "a positive scale");
-  check(q.size(2) == 64 || q.size(2) == 128, "heads of 64 or 128");
-  check(p.rows * p.per_kv <= trtspec::kMaxPairs, "at most 32 pairs of a row and a head");
+  const int dim = static_cast<int>(q.size(2));
+  check(dim == 64 || dim == 128 || dim == 256, "heads of 64, 128 or 256");
+  check(p.rows * p.per_kv <= (dim == 256 ? trtspec::kMaxWidePairs : trtspec::kMaxPairs),
+        "at most 32 pairs of a row and a head, 16 with heads of 256");
   check(page_size % trtspec::kTileKeys == 0, "pages must be multiples of 16 keys");
   check(positions.size(0) == q.size(0) && is_dense(positions), "a position for each row");
   check(warps == 4 || warps == 8, "4 or 8 warps");
@@ -509,8 +510,7 @@ void attend_clusters(TensorView q, TensorView k, TensorView v, TensorView tables
   if (p.requests == 0) return;
   const trtspec::ClusterShape shape = {static_cast<int>(size), static_cast<int>(warps)};
   by_half_type(q, [&](auto type) {
-    return trtspec::launch_attend_clusters<decltype(type)>(p, static_cast<int>(q.size(2)), shape,
-                                                           stream_of(q));
+    return trtspec::launch_attend_clusters<decltype(type)>(p, dim, shape, stream_of(q));
   });
 }
 

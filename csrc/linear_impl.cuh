@@ -24,7 +24,7 @@ constexpr int kMaxSkinnyRows = 32;
 constexpr int kMaxTileColumns = 16 << 10;  // a norm's weights rest in shared memory
 // Sizes of tiles go by these (decision 029): rows, columns of a deep weight, outputs of a wide one.
 constexpr int kFewRows = 16, kMaxFewRows = 48, kMaxSomeRows = 64, kMaxMoreRows = 96;
-constexpr int kDeep = 1536, kDeeper = 2048, kWide = 2048;
+constexpr int kDeep = 1536, kDeeper = 2048, kWide = 2048, kFewOutputs = 256;
 constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear
 constexpr int kMaxNarrow = 1024;                    // columns
 // Of narrow_linear, which has a block for each multiprocessor: two must not find room on one, for another
@@ -116,6 +116,12 @@ cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
       if (p.rows <= kMaxFewRows) return launch_tile<T, E, 2, 1, 16, 9>(p, stream);
       if (p.rows <= kMaxMoreRows) return launch_tile<T, E, 2, 1, 32, 9>(p, stream);
       return launch_tile<T, E, 2, 2, 32, 9>(p, stream);
+    }
+  }
+  if constexpr (kNorm && E == Epilogue::kPlain) {  // as the gates of linear attention
+    if (p.n <= kFewOutputs && p.k >= kDeeper) {
+      if (p.rows <= kMaxFewRows) return launch_tile<T, E, 1, 1, 32, 5, 8>(p, stream);
+      return launch_tile<T, E, 1, 2, 32, 5, 8>(p, stream);
     }
   }
   if (p.rows <= kMaxFewRows) {

@@ -101,6 +101,19 @@ def test_linear(group: int | None, size: tuple[int, int], served: list[str]) -> 
 
 
 @pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("size", [(576, 960), (4096, 1040)])
+def test_norms_with_an_offset(group: int | None, size: tuple[int, int], served: list[str]) -> None:  # noqa: F811
+    """Gemma's and Qwen3.5's: their weights are differences from one."""
+    layer, norm = _linear(*size, group), _norm(size[0], torch.bfloat16)
+    norm.weight.data -= 1
+    norm.offset = 1.0
+    for rows in (1, 5, 8, 9):
+        x = _random(rows, size[0])
+        _close(fused.linear((x,), layer, (norm,)), _product(_taken(x, layer, norm), layer))
+    assert served == ["linear"] * 3
+
+
+@pytest.mark.parametrize("group", [None, 128])
 @pytest.mark.parametrize("size", [(64, 32), (576, 3072), (2048, 4096)])
 def test_swiglu(group: int | None, size: tuple[int, int], served: list[str]) -> None:  # noqa: F811
     layer, norm = _linear(*size, group, bias=True), _norm(size[0], torch.bfloat16)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from trtspec.attention.csrc_kernels import FEW_PAIRS, LARGER, MAX_PAIRS, Cluster, best_cluster
+from trtspec.attention.csrc_kernels import FEW_PAIRS, MAX_PAIRS, Cluster, best_cluster, larger
 from trtspec.attention.split_kv import Layer
 
 OF_8_WARPS = {Cluster(1, 8), Cluster(2, 8), Cluster(4, 8), Cluster(8, 8)}
 COMPILED = {
     64: {Cluster(16, 4), Cluster(2, 4), Cluster(1, 4), *OF_8_WARPS},
     128: {Cluster(1, 4), *OF_8_WARPS},
+    256: {Cluster(1, 4), Cluster(2, 4), Cluster(4, 4), Cluster(8, 4)},
 }
 """By head size, as csrc/attention_impl.cuh has them."""
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [*COMPILED])
 @pytest.mark.parametrize("per_kv", [1, 3, 4, 8])
 def test_one_row_and_a_few_have_the_same_cluster(dim: int, per_kv: int) -> None:
     layer = Layer(kv_heads=1, per_kv=per_kv, dim=dim, page_size=32)
@@ -24,8 +25,8 @@ def test_one_row_and_a_few_have_the_same_cluster(dim: int, per_kv: int) -> None:
         assert len(of_rows) == 1
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [*COMPILED])
 def test_every_cluster_is_compiled(dim: int) -> None:
     layer = Layer(kv_heads=1, per_kv=1, dim=dim, page_size=32)
-    chosen = {best_cluster(layer, n, rows) for n in range(1, 600) for rows in (1, MAX_PAIRS)}
-    assert chosen | {*LARGER} <= COMPILED[dim]
+    chosen = {best_cluster(layer, n, rows) for n in range(1, 600) for rows in (1, MAX_PAIRS[dim])}
+    assert chosen | {*larger(layer)} <= COMPILED[dim]

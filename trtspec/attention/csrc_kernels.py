@@ -17,8 +17,8 @@ from .base import CachedLayer
 from .split_kv import Layer, Queries, Tables
 
 TILE_KEYS = 16
-FEW_PAIRS, MAX_PAIRS = 16, 32
-"""Of a row and a query head, for each KV head."""
+FEW_PAIRS, MAX_PAIRS = 16, {64: 32, 128: 32, 256: 16}
+"""Of a row and a query head, for each KV head; the most by the heads' size."""
 
 
 class Cluster(NamedTuple):
@@ -35,8 +35,11 @@ class Cluster(NamedTuple):
         return self.size * self.warps * 1024
 
 
+WIDE_GROUPS = {8: 16, 4: 33, 2: 66}
+"""Thread blocks of a group, and the most groups."""
 MANY_GROUPS = 64  # these have two blocks each at most: with more, Triton's kernels are faster
-LARGER = Cluster(1, 8), Cluster(2, 8), Cluster(4, 8), Cluster(8, 8)
+WIDE = 256
+"""Heads of which four warps have room for keys, in place of eight."""
 
 
 def attend(queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer, rows: int) -> bool:
@@ -53,7 +56,7 @@ def attend(queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer, 
         return False
     groups = tables.blocks.shape[0] * layer.kv_heads
     keys = tables.blocks.shape[1] * layer.page_size
-    for cluster in (best_cluster(layer, groups, rows), *LARGER):
+    for cluster in (best_cluster(layer, groups, rows), *larger(layer)):
         if keys <= cluster.most_keys and (groups < MANY_GROUPS or cluster.size <= 2):
             attend_clusters(module, queries, cached, tables, layer, rows, cluster)
             return True
@@ -69,6 +72,9 @@ def best_cluster(layer: Layer, groups: int, rows: int) -> Cluster:
         groups: requests times KV heads.
         rows: of each request, at most.
     """
+    if layer.dim == WIDE:
+        sizes = (Cluster(size, 4) for size, most in WIDE_GROUPS.items() if groups <= most)
+        return next(sizes, Cluster(1, 4))
     if layer.dim == 64 and groups <= 8:
         return Cluster(16, 4)
     if layer.dim == 64 and rows * layer.per_kv > FEW_PAIRS and 72 <= groups < 160:
@@ -78,12 +84,17 @@ def best_cluster(layer: Layer, groups: int, rows: int) -> Cluster:
     return next(sizes, Cluster(1, 4))
 
 
+def larger(layer: Layer) -> list[Cluster]:
+    """Returns the clusters for longer texts, the smallest first."""
+    return [Cluster(size, 4 if layer.dim == WIDE else 8) for size in (1, 2, 4, 8)]
+
+
 def _module(queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer, rows: int) -> Any:
     """Returns the module with the kernels if they can read these, else None."""
     q, k, v, sinks = queries.q, cached.k_slots, cached.v_slots, queries.sinks
     is_plain = layer.cap == 0 and tables.firsts is None
     is_plain = is_plain and (sinks is None or sinks.dtype == q.dtype)
-    fits = layer.dim in (64, 128) and rows * layer.per_kv <= MAX_PAIRS and queries.scale > 0
+    fits = rows * layer.per_kv <= MAX_PAIRS.get(layer.dim, 0) and queries.scale > 0
     if not (is_plain and fits and layer.page_size % TILE_KEYS == 0 and q.is_cuda):
         return None
     if q.dtype not in (torch.bfloat16, torch.float16) or not k.dtype == v.dtype == q.dtype:

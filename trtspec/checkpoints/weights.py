@@ -251,7 +251,7 @@ def finish(model: nn.Module, device: torch.device, pack: bool = True) -> None:
     model.rope_tables.to(device)
     for module in model.modules():
         if isinstance(module, GatedDeltaNet):
-            module.turn()
+            module.arrange()
         if isinstance(module, Linear) and module.bias is not None and module.sums_over.rank > 0:
             module.bias.data.zero_()
         if isinstance(module, Experts) and module.down_proj_bias is not None and module.shard.index:

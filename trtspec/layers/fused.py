@@ -283,7 +283,7 @@ def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
         return None  # the kernels have no derivative
     tensors = [*(norm.weight for norm in norms), *([] if layer.bias is None else [layer.bias])]
     if layer.fp8 is not None:
-        if not _reads_fp8(layer, inputs) or any(norm.offset for norm in norms):
+        if not _reads_fp8(layer, inputs):
             return None
     elif _reads_floats(weight, inputs, bool(norms)):
         tensors.append(weight)

@@ -4,6 +4,7 @@
                    │            └─ z ─────────────────────────────────────┘
                    └─▶ gates_proj ─ strengths, decays ─▶ (delta rule)
 
+With float weights `in_proj` is both products in one.
 A layer keeps no keys: it has a matrix per head and slot (`ops/layer/delta_rule.py` has the formula,
 and what becomes of rejected drafts).
 """
@@ -19,7 +20,7 @@ from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
 from ..distributed.parallel import Parallel
 from ..errors import ConfigError
-from ..layers.fused import Inputs, Norms, linear
+from ..layers.fused import TILE, Inputs, Norms, linear
 from ..layers.linear import Linear
 from ..metadata.attention import AttentionMetadata
 from ..metadata.recurrent import DeltaMemory
@@ -51,7 +52,7 @@ class GatedDeltaNet(nn.Module):
         shard = self.parallel.heads()
         in_size = sizes.conv_size + sizes.value_size
         self.in_proj = Linear(size, in_size, bias=False, shard=shard)
-        self.gates_proj = Linear(size, 2 * heads, bias=False, shard=shard)
+        self.gates_proj: Linear | None = Linear(size, 2 * heads, bias=False, shard=shard)
         self.out_proj = Linear(
             sizes.value_size, size, False, self.parallel.heads(1), self.parallel.comm
         )
@@ -69,10 +70,13 @@ class GatedDeltaNet(nn.Module):
         in_place: bool = True,
     ) -> Tensor:
         """residual + linear attention over the normed inputs, [T, D]."""
-        projected = linear(inputs, self.in_proj, norms)
-        mixed, z = projected.split([self.sizes.conv_size, self.sizes.value_size], dim=1)
-        rows = DeltaRows(mixed, linear(inputs, self.gates_proj, norms))
-        norm = HeadNorm(z, self.norm, self.eps)
+        sizes = self.sizes.conv_size, self.sizes.value_size
+        mixed, z, gates = linear(inputs, self.in_proj, norms).tensor_split(
+            (sizes[0], sum(sizes)), dim=1
+        )
+        if self.gates_proj is not None:
+            gates = linear(inputs, self.gates_proj, norms)
+        rows, norm = DeltaRows(mixed, gates), HeadNorm(z, self.norm, self.eps)
         if isinstance(meta, DensePass):
             out = norm_and_gate(self._read_documents(rows, meta), *norm)
         else:
@@ -119,11 +123,19 @@ class GatedDeltaNet(nn.Module):
     def weights(self) -> DeltaWeights:
         return DeltaWeights(self.conv1d.data, self.a_log.data, self.dt_bias.data)
 
-    def turn(self) -> None:
-        """Makes `conv1d` [W, C] of a checkpoint's [C, 1, W], unless that was done before."""
+    def arrange(self) -> None:
+        """Arranges loaded weights as they are read, unless that was done before: `conv1d` [W, C] of
+        a checkpoint's [C, 1, W], and the gates' rows behind those of `in_proj`."""
         if self.conv1d.dim() == 3:
             turned = self.conv1d.data[:, 0].t().contiguous()
             self.conv1d = nn.Parameter(turned, requires_grad=False)
+        first, second = self.in_proj, self.gates_proj
+        if second is None or first.weight is None or second.weight is None or first.fp8 is not None:
+            return
+        if (first.out_features + second.out_features) % TILE == 0:  # what kernels make at a time
+            weight = torch.cat([first.weight.data, second.weight.data])
+            first.weight = nn.Parameter(weight, requires_grad=False)
+            first.out_features, self.gates_proj = len(weight), None
 
     def placements(self, name: str) -> dict[str, Placement]:
         """Returns the placement of each tensor; the checkpoint's module is `linear_attn`. A rank

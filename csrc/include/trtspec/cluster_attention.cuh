@@ -30,6 +30,7 @@ struct Cluster {
   // Thread blocks that must find room on a multiprocessor: what registers allow.
   template <int kDim, int kTiles>
   static constexpr int at_once() {
+    if (kDim == 256) return 1;
     return (kWarps == 4 ? 2 : 1) * (kDim == 64 && kTiles == 1 ? 2 : 1);
   }
 };

@@ -47,9 +47,10 @@ struct RowSums {
   float largest, squares;
 };
 
-// Eight values of x, times the norm's weights. `sums`: what `weigh` learns of them, if kSums.
+// Eight values of x, times the norm's weights plus `offset`. `sums`: what `weigh` learns of them, if kSums.
 template <bool kNorm, bool kSums>
-__device__ inline void weigh(const uint4& x, const uint4& norm, float (&y)[8], RowSums& sums) {
+__device__ inline void weigh(const uint4& x, const uint4& norm, float offset, float (&y)[8],
+                             RowSums& sums) {
   const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, norms[4] = {norm.x, norm.y, norm.z, norm.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -57,7 +58,7 @@ __device__ inline void weigh(const uint4& x, const uint4& norm, float (&y)[8], R
     if constexpr (kNorm) {
       if constexpr (kSums) sums.squares = fmaf(a.x, a.x, fmaf(a.y, a.y, sums.squares));
       const float2 b = unpack(norms[i], bf16());
-      a.x *= b.x, a.y *= b.y;
+      a.x *= b.x + offset, a.y *= b.y + offset;
     }
     y[2 * i] = a.x, y[2 * i + 1] = a.y;
     if constexpr (kSums) sums.largest = fmaxf(sums.largest, fmaxf(fabsf(a.x), fabsf(a.y)));
@@ -142,7 +143,7 @@ __device__ inline void rest_rows(const LinearParams& p, char* resting, RowSums (
           uint4 rests = held[i][j];
           if constexpr (kNorm) {
             float y[8];
-            weigh<kNorm, true>(held[i][j], norms[j], y, sums[i]);
+            weigh<kNorm, true>(held[i][j], norms[j], p.offset, y, sums[i]);
             rests = {pack(y[0], y[1], bf16()), pack(y[2], y[3], bf16()), pack(y[4], y[5], bf16()),
                      pack(y[6], y[7], bf16())};
           } else if constexpr (!kGroups) {
@@ -203,7 +204,7 @@ __device__ inline void rest_rows(const LinearParams& p, char* resting, RowSums (
             if (k >= p.k) break;
             float y[8];
             RowSums unused;
-            weigh<kNorm, false>(held[i][j], norms[j], y, unused);
+            weigh<kNorm, false>(held[i][j], norms[j], p.offset, y, unused);
             *reinterpret_cast<uint2*>(resting + (first + i) * bytes + k) = {
                 four_codes(y, row_scale), four_codes(y + 4, row_scale)};
           }

@@ -63,7 +63,8 @@ struct ClusterShape {
 
 // Heads of 64 or 128, rows * per_kv up to kMaxPairs, pages a multiple of kTileKeys. With 8 warps a
 // cluster has 1, 2, 4 or 8 blocks; with 4 it has 1, and for heads of 64 also 2 or 16.
-constexpr int kMaxPairs = 32;
+// Heads of 256, rows * per_kv up to kMaxWidePairs: with 4 warps 1, 2, 4 or 8 blocks.
+constexpr int kMaxPairs = 32, kMaxWidePairs = 16;
 template <typename T>
 cudaError_t launch_attend_clusters(const AttendParams& params, int dim, ClusterShape shape,
                                    cudaStream_t stream);

@@ -5,8 +5,8 @@
 // at a time, of which each warp multiplies 16. The warps' sums are joined at the end. The first weights,
 // and a request to have the others in L2, are on their way before the previous kernel has ended.
 //
-// Of deep weights and few rows a cluster of blocks divides K: a block would be long with so many columns,
-// and most multiprocessors would have none.
+// Of deep weights with few rows or few outputs a cluster of blocks divides K: a block would be long with
+// so many columns, and most multiprocessors would have none.
 //
 // For one size of cluster, which launch_tiles chooses by rows and K, a row's result does not depend on
 // how many rows there are, nor on the tile's size: K fixes the order of its sum.
@@ -118,7 +118,7 @@ template <typename T, Epilogue E, int kNorms, int kBlocks, int kOuts, int kStage
 __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorms == 2 ? 2 : 3)
     tile_linear(const __grid_constant__ LinearParams p) {
   constexpr bool kNorm = kNorms > 0, kTwo = kNorms == 2;
-  static_assert(!kNorm || kSplit == 1, "a row's squares are summed up in one block");
+  static_assert(!kTwo || kSplit == 1, "two inputs' sums are joined in one block");
   using Sizes = Tiling<kBlocks, kOuts, kStages, kSplit, kTwo>;
   constexpr int kRows = Sizes::kRows;
   constexpr int kThreads = kTileWarps * 32, kRowBytes = kStep * 2;
@@ -193,11 +193,12 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
   if constexpr (kNorm) {
 #pragma unroll 1
     for (int piece = threadIdx.x; piece < steps * kPieces; piece += kThreads) {
-      const T* from = static_cast<const T*>(p.norm0) + piece * 8;
+      const int column = first_step * kStep + piece * 8;
+      const T* from = static_cast<const T*>(p.norm0) + column;
       if constexpr (kTwo) {
-        if (piece * 8 >= p.k_split) from = static_cast<const T*>(p.norm1) + piece * 8 - p.k_split;
+        if (column >= p.k_split) from = static_cast<const T*>(p.norm1) + column - p.k_split;
       }
-      copy_16_if(norm + piece * 16, from, piece * 8 < p.k);
+      copy_16_if(norm + piece * 16, from, column < p.k);
     }
   }
   wait_for_previous();
@@ -326,7 +327,19 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
     }
   };
   float* const part = sums + kTileWarps * Sizes::kPart;
+  // Of a row, over the block's columns. In a cluster it stands behind the row's sums.
+  auto sum_squares = [&](int input, int row) {
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kTileWarps; ++w) total += squares_of[input][w][row];
+    return total;
+  };
   if constexpr (kSplit > 1) {
+    if constexpr (kNorm) {
+      for (int row = threadIdx.x; row < kRows; row += kThreads) {
+        part[row * Sizes::kSumRow + kOuts] = sum_squares(0, row);
+      }
+    }
     for (int i = threadIdx.x; i < kRows * kPairs; i += kThreads) {
       const int row = i / kPairs, column = i % kPairs / 4 * kTile + i % 4 * 2;
       float2 lo = {}, hi = {};
@@ -353,8 +366,15 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
     }
     auto normalise = [&](int input, float2& lo, float2& hi) {
       float total = 0.0f;
+      if constexpr (kSplit > 1) {
+        const float* const own = part + row * Sizes::kSumRow + kOuts;
 #pragma unroll
-      for (int w = 0; w < kTileWarps; ++w) total += squares_of[input][w][row];
+        for (int r = 0; r < kSplit; ++r) {
+          total += *cooperative_groups::this_cluster().map_shared_rank(own, r);
+        }
+      } else {
+        total = sum_squares(input, row);
+      }
       const float scale = rsqrtf(total / static_cast<float>(kTwo ? p.k_split : p.k) + p.eps);
       lo.x *= scale, lo.y *= scale, hi.x *= scale, hi.y *= scale;
     };
