@@ -14,6 +14,7 @@ from tiny import tiny_model_dir
 from tiny_heads import eagle3_dir, mtp_model_dir
 
 from trtspec import LLM, CudaGraphConfig, KvCacheConfig, MTPDecodingConfig, SamplingParams
+from trtspec.executor import prefixes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,6 +83,23 @@ def test_windows(tmp_path: Path, window: int) -> None:
     config = config_of("eagle3", K, Drafters(head=eagle3_dir(tmp_path)))
     plain = converse(_engine(target, config, reuse=False), GREEDY)
     cached = converse(_engine(target, config, reuse=True, pool=112), GREEDY)
+    assert _texts(cached) == _texts(plain) and sum(cached.cached) > 60
+
+
+@pytest.mark.parametrize("mode", ["none", "eagle3", "mtp"])
+def test_linear_attention(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt goes on from a copy of what another one's slot held."""
+    monkeypatch.setattr(prefixes, "LEAST_KEPT", 6)
+    config: Any = MTPDecodingConfig(num_nextn_predict_layers=K, use_mtp_vanilla=True)
+    if mode == "mtp":
+        target = mtp_model_dir(
+            tmp_path, layout="qwen3_next", family="qwen3_5_text", num_mtp_layers=K
+        )
+    else:
+        target = tiny_model_dir(tmp_path, "qwen3_next", seed=3)
+        config = config_of(mode, K, Drafters(head=eagle3_dir(tmp_path)))
+    plain = converse(_engine(target, config, reuse=False), GREEDY)
+    cached = converse(_engine(target, config, reuse=True), GREEDY)
     assert _texts(cached) == _texts(plain) and sum(cached.cached) > 60
 
 

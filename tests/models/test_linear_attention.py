@@ -284,6 +284,9 @@ def test_memory_is_counted(target: Any, monkeypatch: pytest.MonkeyPatch) -> None
         cpu_engine(path, None, max_batch_size=2000, max_num_tokens=2000)
     with pytest.raises(ConfigError, match=r"at most \d+ beside .* max_batch_size=400"):
         cpu_engine(path, None, max_batch_size=400, max_num_tokens=400, pool=1 << 20)
+    monkeypatch.setattr("trtspec.executor.cache_size._free_host_memory", lambda: 400_000)
+    with pytest.raises(ConfigError, match=r"Lower KvCacheConfig.num_state_copies=16"):
+        cpu_engine(path, None, max_batch_size=1)
     monkeypatch.setattr("trtspec.executor.cache_size._free_host_memory", lambda: 20_000)
     with pytest.raises(ConfigError, match=r"max_batch_size=1: .* use a smaller model"):
         cpu_engine(path, None, max_batch_size=1)

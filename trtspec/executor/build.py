@@ -210,23 +210,29 @@ def _kv_cache(
     link: EngineLink | None,
 ) -> KVCacheManager:
     config, saves = engine.kv_cache, loaded.drafter.mode.is_save_hidden_states()
-    is_recurrent = bool(loaded.target.config.linear_layers)
-    if is_recurrent and config.enable_block_reuse:
-        logger.info(
-            "The prefix cache is off: layers with linear attention keep no state of earlier "
-            "positions."
-        )
+    count, copies = _num_state_copies(engine, loaded.target), None
+    if loaded.target.config.linear_layers:
+        copies = range(engine.max_batch_size + 1, engine.max_batch_size + 1 + count)
+        if config.enable_block_reuse and not count:
+            logger.info("The prefix cache is off: KvCacheConfig.num_state_copies is 0.")
     reuse = PrefixReuse(
         # A sample has every row.
-        is_on=config.enable_block_reuse and not saves and not is_recurrent,
-        partial=config.enable_partial_reuse,
+        is_on=config.enable_block_reuse and not saves and (copies is None or count > 0),
+        partial=config.enable_partial_reuse and copies is None,
         tokens_ahead=loaded.worker.num_tokens_ahead,
+        state_copies=copies,
     )
     arguments = loaded.specs, num_blocks, loaded.needs.page_size, device, reuse
     if link is None:
         return KVCacheManager(*arguments)
     kind = OwnedKVCache if engine.enable_attention_dp else LinkedKVCache
     return kind(*arguments, link=link)
+
+
+def _num_state_copies(engine: EngineConfig, target: LoadedTarget) -> int:
+    """Returns how many copies of slots the prefix cache has for layers with linear attention."""
+    has_cache = bool(target.config.linear_layers) and engine.kv_cache.enable_block_reuse
+    return engine.kv_cache.num_state_copies if has_cache else 0
 
 
 def _load(
@@ -255,8 +261,12 @@ def _load(
         extra_kv=worker.num_extra_kv_tokens,
         rewritten=worker.num_rewritten_tokens,
         page_size=engine.kv_cache.tokens_per_block,
+        state_copies=_num_state_copies(engine, target),
         bytes_of_slots=bytes_of_memory(
-            target.config, engine.max_batch_size, worker.max_draft_len, target.model.norm.weight
+            target.config,
+            engine.max_batch_size + _num_state_copies(engine, target),
+            worker.max_draft_len,
+            target.model.norm.weight,
         ),
     )
     specs = _target_specs(engine, target)

@@ -30,7 +30,8 @@ class CacheNeeds:
     extra_kv: int  # rows that drafting writes past those
     rewritten: int  # rows that drafting computes again, before those
     page_size: int
-    bytes_of_slots: int = 0  # that layers with linear attention keep
+    bytes_of_slots: int = 0  # that layers with linear attention keep, copies too
+    state_copies: int = 0  # such copies
 
     def behind_window(self, window: int, num_requests: int) -> int:
         """Returns the most blocks that `num_requests` requests hold at once, windows considered.
@@ -110,9 +111,13 @@ def size_cache(
 
 def _check_slots(needs: CacheNeeds, memory: float) -> None:
     if needs.bytes_of_slots > memory:
-        each = needs.bytes_of_slots / (needs.max_batch_size + 1)
-        most = int(memory / 2 / each)
-        cure = f"Lower it to {most} or fewer." if most else "Free memory, or use a smaller model."
+        each = needs.bytes_of_slots / (needs.max_batch_size + 1 + needs.state_copies)
+        rows = int(memory / 2 / each)
+        cure = "Free memory, or use a smaller model."
+        if rows > needs.state_copies:
+            cure = f"Lower it to {rows - needs.state_copies} or fewer."
+        elif rows > 0:
+            cure = f"Lower KvCacheConfig.num_state_copies={needs.state_copies}, each as large."
         raise ConfigError(
             f"max_batch_size={needs.max_batch_size}: layers with linear attention keep "
             f"{each / 2**20:.1f} MiB of each request, and {memory / 2**20:.1f} MiB are there for "

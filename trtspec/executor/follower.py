@@ -86,6 +86,9 @@ class Follower:
     def copy(self, group: int, copies: Sequence[BlockCopy], owner: int | None) -> None:
         self.kv_cache.copy_own(group, copies, owner)
 
+    def copy_state(self, source: int, target: int) -> None:
+        self.kv_cache.copy_state(source, target)
+
     def start_over(self) -> None:
         self.runner.start_over()
 

@@ -53,6 +53,12 @@ class LinkedKVCache(KVCacheManager):
         if owner in (None, self.link.world.rank):
             super().copy(group, copies)
 
+    def copy_state(self, source: int, target: int) -> None:
+        world = self.link.world
+        if world.is_leader and world.failure is None:
+            self.link.tell("copy_state", source, target)
+        super().copy_state(source, target)
+
     def copy_of(self, request_id: int) -> CopiedTables:
         """Returns what the other ranks must know of a request's blocks."""
         version, owner = self.version(request_id), self.owner_of(request_id)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..state.kv_cache import KVCacheManager
 from ..state.prefix_search import PrefixHit, PrefixQuery
 from .embeds import content_of, reusable_tokens
-from .request import Request
+from .request import ContextChunk, Request
+
+LEAST_KEPT = 256
+"""Tokens between ends of blocks where the states of layers with linear attention are kept: a pass
+over a prompt ends there, and to compute fewer tokens again takes less time than another pass."""
 
 
 class Prefixes:
@@ -35,9 +41,22 @@ class Prefixes:
         if request.lacks_prompt_logprobs:
             return PrefixHit()
         limit = request.num_context_tokens - max(1, self.rewritten)
-        return cache.find(
-            PrefixQuery(chain, request.tokens_between, limit, request.cut_before_image)
-        )
+        cut = request.cut_before_image
+        if cache.state_copies is not None:
+            cut = partial(self._last_state, request)
+        return cache.find(PrefixQuery(chain, request.tokens_between, limit, cut))
+
+    def _last_state(self, request: Request, end: int) -> int:
+        """Returns the last position up to `end` at which a state is kept, and no image is cut."""
+        copies, chain = self.kv_cache.state_copies, request.prefix
+        assert copies is not None and chain is not None
+        page = self.kv_cache.page_size
+        while end > 0:
+            stop = copies.last(chain.keys, min(end // page, len(chain.keys))) * page
+            end = request.cut_before_image(stop)
+            if end == stop:
+                return end
+        return 0
 
     def is_being_computed(self, request: Request, hit: PrefixHit, computing: set[bytes]) -> bool:
         """Whether running prompts are about to compute half or more of what the request lacks."""
@@ -45,16 +64,24 @@ class Prefixes:
         if request.lacks_prompt_logprobs:  # it takes nothing over
             return False
         keys, end = request.prefix.keys, hit.num_blocks
+        if (
+            self.kv_cache.state_copies is not None
+        ):  # the keys of those at whose ends states are kept
+            end = max((i + 1 for i in range(end, len(keys)) if keys[i] in computing), default=end)
         while end < len(keys) and keys[end] in computing:
             end += 1
         gained = end * self.kv_cache.page_size - hit.num_tokens
         return gained > 0 and 2 * gained >= request.num_context_tokens - hit.num_tokens
 
     def keys_to_publish(self, request: Request) -> list[bytes]:
-        """Returns the keys of the request's blocks that it will publish."""
+        """Returns the keys of the request's blocks that it will publish; of models with linear
+        attention those at whose ends it will leave a state."""
         chain = request.prefix
         if chain is None or not self.kv_cache.is_current(chain):
             return []
+        if self.kv_cache.state_copies is not None:
+            ahead = (stop for stop in request.stops if stop > request.num_computed)
+            return [chain.keys[stop // chain.page_size - 1] for stop in ahead]
         end = len(chain.keys)
         if chain.max_published is not None:
             end = chain.max_published // chain.page_size
@@ -77,3 +104,40 @@ class Prefixes:
         if final // chain.page_size > chain.num_published:
             chain.extend(request.tokens_between, request.num_tokens)
             self.kv_cache.publish(request.request_id, chain, final)
+
+    # -- linear attention ----------------------------------------------------------------------
+    def stops(self, request: Request, start: int) -> tuple[int, ...]:
+        """Returns where passes over a prompt are to end, so that its state there can be kept: where
+        it parts from what was computed before it, which others may do too, and at its last block.
+
+        Args:
+            start: tokens that it takes over.
+        """
+        cache, chain, found = self.kv_cache, request.prefix, []
+        if cache.state_copies is None or not cache.reuse.is_on or chain is None:
+            return ()
+        known = min(request.num_context_tokens // cache.page_size, len(chain.keys))
+        if chain.max_published is not None:
+            known = min(known, chain.max_published // cache.page_size)
+        for blocks in (min(cache.num_found(chain), known), known):
+            stop = blocks * cache.page_size
+            if stop - start >= LEAST_KEPT and request.cut_before_image(stop) == stop:
+                found.append(stop)
+                start = stop
+        return tuple(found)
+
+    def take_over_state(self, request: Request) -> None:
+        """Gives an admitted request's slot the state at the end of what it takes over."""
+        if self.kv_cache.state_copies is not None and request.num_reused:
+            assert request.prefix is not None
+            key = request.prefix.keys[request.num_reused // self.kv_cache.page_size - 1]
+            self.kv_cache.take_over_state(key, request.slot)
+
+    def keep_state(self, chunk: ContextChunk) -> None:
+        """Keeps the state behind a part of a prompt that was launched, where it is to be kept."""
+        request, cache = chunk.request, self.kv_cache
+        if chunk.end in request.stops:
+            chain = request.prefix
+            if chain is not None and cache.is_current(chain):
+                key = chain.keys[chunk.end // cache.page_size - 1]
+                cache.keep_state(request.request_id, key, request.slot)

@@ -420,6 +420,7 @@ class PyExecutor:
         self._watch.add_launched(launched)
         plan.count_as_launched()
         for chunk in batch.contexts:
+            self.scheduler.prefixes.keep_state(chunk)
             self.scheduler.prefixes.publish(chunk.request)
         return launched
 

@@ -53,6 +53,7 @@ class Request:
     cached_tokens: int | None = None  # the same at the first admission; None before it
     cache_salt: str | None = None  # requests of other salts share no blocks with it
     prefix: PrefixChain | None = None  # keys of its blocks, if it may share them
+    stops: tuple[int, ...] = ()  # where passes over its prompt end, so that its state can be kept
     past_upper: int = 0  # upper bound of valid KV tokens; exact when nothing is in flight
     num_drafts: int = 0  # drafts its last launched step was asked for
     num_missed: int = 0  # rows that the head reads later (`metadata/missed.py`)

@@ -234,6 +234,7 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(request)
             request.state, request.slot = RequestState.CONTEXT, self._free_slots.pop()
+            self.prefixes.take_over_state(request)
             chunks.append(chunk)
             self.idle_slot_steps = 0
             computing.update(self.prefixes.keys_to_publish(request))
@@ -253,6 +254,7 @@ class Scheduler:
             start = request.cut_before_image(found.num_tokens)
             if start != found.num_tokens:
                 continue
+            request.stops = self.prefixes.stops(request, start)
             end = self._end_of_chunk(request, start, budget)
             if end is not None and self._can_admit(request, found, end):
                 held = self._held_after(end)
@@ -275,7 +277,9 @@ class Scheduler:
         """Returns where a part of its prompt ends, or None if none fits into the budget."""
         total = request.num_context_tokens
         end = request.cut_before_image(min(total, start + budget))
-        return None if end <= start or (end < total and not self._may_chunk(request)) else end
+        if end <= start or (end < total and not self._may_chunk(request)):
+            return None
+        return next((stop for stop in request.stops if start < stop < end), end)
 
     def _reserve_all(self, generations: list[Request], draft_len: DraftLen) -> list[Request]:
         """Reserves blocks for the next step. Returns the requests for which there are none.

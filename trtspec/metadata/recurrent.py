@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 class DeltaMemory(NamedTuple):
-    """What one layer keeps of each slot; slots and one scratch slot, S+1 in all
-    (`ops/layer/delta_rule.py`)."""
+    """What one layer keeps of each slot (`ops/layer/delta_rule.py`): S slots, one scratch slot, and
+    perhaps rows for copies."""
 
     matrices: Tensor  # [S+1, Hv, Dk, Dv] float32
     mixed: Tensor  # [S+1, R, C], model dtype: by position modulo R

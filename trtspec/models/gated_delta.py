@@ -249,6 +249,7 @@ def allocate_memory(
     """Returns what all such layers of a model keep of S slots and one scratch slot, zeroed.
 
     Args:
+        num_slots: S, with rows for copies of them.
         max_draft_len: K, the most drafts of a pass.
         like: as of `empty_memory`.
     """

@@ -56,6 +56,8 @@ from ..utils import rows_to_tensor, to_device, untouched_zeros
 from .blocks import BlockPool
 from .prefix import Content, PrefixChain, no_content
 from .prefix_search import Donors, PrefixHit, PrefixQuery, PrefixSearch
+from .recurrent import RecurrentStates
+from .state_copies import StateCopies
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class PrefixReuse:
     is_on: bool = False
     partial: bool = False  # a block that is shared in part is copied
     tokens_ahead: int = 0  # `SpecWorkerBase.num_tokens_ahead`
+    state_copies: range | None = None  # rows for copies, if layers have linear attention
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,8 @@ class KVCacheManager:
         )
         self.windows = tuple(spec.window for spec in specs)
         self.reuse = reuse
+        self.states: RecurrentStates | None = None  # of layers with linear attention
+        self.state_copies = None if reuse.state_copies is None else StateCopies(reuse.state_copies)
         self._pools = [BlockPool(count) for count in counts]
         self._donors = self._no_donors()
         self._epoch = 0  # chains of an earlier one are not published
@@ -187,9 +192,15 @@ class KVCacheManager:
         pool = self._pools[group]
         blocks = pool.allocate(count)
         for key in pool.take_evicted():
-            self._donors.drop(key)
+            self._forget(key)
         self.zero(group, pool.take_suspects(blocks))
         return blocks
+
+    def _forget(self, key: bytes) -> None:
+        """Drops what is known of a block that can no longer be found in every group."""
+        self._donors.drop(key)
+        if self.state_copies is not None:
+            self.state_copies.drop(key)
 
     def has_room(self, request_id: int, num_tokens: int) -> bool:
         """Whether `reserve` would succeed."""
@@ -253,16 +264,21 @@ class KVCacheManager:
         for group, pool in enumerate(self._pools):
             self.zero(group, pool.unclean)
         self._pools = [BlockPool(pool.num_blocks, pool.num_evicted) for pool in self._pools]
-        self._donors = self._no_donors()
+        self._forget_all()
         self._tables, self._versions, self.capacity = {}, {}, {}
         self._copies = [[] for _ in self._pools]
+
+    def _forget_all(self) -> None:
+        self._donors = self._no_donors()
+        if self.state_copies is not None:
+            self.state_copies.clear()
 
     def _no_donors(self) -> Donors:
         return Donors(least=max(1, self.page_size // 4))
 
     def release_memory(self) -> None:
         """Frees the storage, for good."""
-        self.groups = ()
+        self.groups, self.states = (), None
 
     def owner_of(self, request_id: int) -> int | None:
         """Returns the rank that has the request's blocks; None: blocks are of all requests."""
@@ -287,8 +303,10 @@ class KVCacheManager:
             for block in blocks:
                 key = pool.forget(block)
                 if key is not None:
-                    self._donors.drop(key)
+                    self._forget(key)
             self._clean(group, blocks)
+        if self.state_copies is not None:
+            self.state_copies.drop_of(request_id)
 
     def _clean(self, group: int, blocks: list[int]) -> None:
         """Zeroes blocks that may hold NaN, now or, where they may be read, when they are handed out
@@ -415,7 +433,7 @@ class KVCacheManager:
         self._epoch += 1
         for pool in self._pools:
             pool.forget_all()
-        self._donors = self._no_donors()
+        self._forget_all()
 
     def copy(self, group: int, copies: Sequence[BlockCopy]) -> None:
         """Copies rows of blocks of a group, on the device.
@@ -433,6 +451,25 @@ class KVCacheManager:
             layers, blocks, _, *sizes = cache.shape
             flat = cache.view(layers, blocks * page, *sizes)
             flat.index_copy_(1, index[1], flat.index_select(1, index[0]))
+
+    def num_found(self, chain: PrefixChain) -> int:
+        """Returns how many blocks from the beginning on all groups without a window have."""
+        return self._search.num_whole(chain)
+
+    def keep_state(self, request_id: int, key: bytes, slot: int) -> None:
+        """Copies what a slot holds at the end of the block with this key, for later requests."""
+        if self.state_copies is not None and key not in self.state_copies:
+            self.copy_state(slot, self.state_copies.add(key, request_id))
+
+    def take_over_state(self, key: bytes, slot: int) -> None:
+        """Copies what was kept at the end of the block with this key to a slot."""
+        assert self.state_copies is not None
+        self.copy_state(self.state_copies.use(key), slot)
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copies rows of what layers with linear attention keep."""
+        assert self.states is not None
+        self.states.copy(source, target)
 
     @property
     def num_known_blocks(self) -> int:

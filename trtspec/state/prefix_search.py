@@ -109,7 +109,7 @@ class PrefixSearch(NamedTuple):
         A group with a window holds it if it has the blocks that the row at its end sees.
         """
         page, chain = self.page_size, query.chain
-        whole = self._num_whole(chain)
+        whole = self.num_whole(chain)
         donor = self._donor(query, whole)
         end = min(query.limit, whole * page + (donor.num_tokens if donor else 0))
         while (end := query.cut(end)) > 0:
@@ -126,7 +126,7 @@ class PrefixSearch(NamedTuple):
             end = missing * page
         return PrefixHit()
 
-    def _num_whole(self, chain: PrefixChain) -> int:
+    def num_whole(self, chain: PrefixChain) -> int:
         """Returns how many blocks from the beginning on all groups without a window have."""
         count = len(chain.keys)
         for pool, window in zip(self.pools, self.windows, strict=True):

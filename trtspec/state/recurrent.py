@@ -1,7 +1,8 @@
 """What layers with linear attention keep of each request, by slot, on the device.
 
 It has a fixed size, whatever the length of the text. A request's first row, at position 0, begins
-with zeros, so nothing is cleared when a slot gets another request.
+with zeros, so nothing is cleared when a slot gets another request. Behind the slots are rows for
+copies of them (`state_copies.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from ..ops.step.recurrent import begin_pass
 
 @dataclass(frozen=True)
 class RecurrentStates:
-    """S slots and one scratch slot."""
+    """S slots, one scratch slot and N rows for copies."""
 
     layers: tuple[DeltaMemory, ...]  # of each such layer, in their order
-    taken_in: Tensor  # [S+1] int64: how many of its tokens a slot's matrices have taken in
+    taken_in: Tensor  # [S+1+N] int64: how many of its tokens a slot's matrices have taken in
 
     @staticmethod
     def of(layers: tuple[DeltaMemory, ...]) -> RecurrentStates:
@@ -37,3 +38,8 @@ class RecurrentStates:
         """
         firsts, before = begin_pass(self.taken_in, slots, ends, firsts)
         return RecurrentPass(self.layers, slots, firsts, before)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies what one row holds to another. It does not wait."""
+        rows = [(kept[target], kept[source]) for memory in self.layers for kept in memory]
+        torch._foreach_copy_([to for to, _ in rows], [of for _, of in rows])
