@@ -22,7 +22,8 @@ constexpr int64_t kLargeNarrow = 9'000'000;  // of a weight with at most kMaxNar
 constexpr int kMaxResident = 104 << 10, kMaxResidentOfMany = 140 << 10;
 constexpr int kMaxSkinnyRows = 32;
 constexpr int kMaxTileColumns = 16 << 10;  // a norm's weights rest in shared memory
-// Sizes of tiles go by these (decision 029): rows, columns of a deep weight, outputs of a wide one.
+// Sizes of tiles go by these (decision 029): rows, columns of a deep weight, outputs of a wide and of a
+// narrow one.
 constexpr int kFewRows = 16, kMaxFewRows = 48, kMaxSomeRows = 64, kMaxMoreRows = 96;
 constexpr int kDeep = 1536, kDeeper = 2048, kWide = 2048, kFewOutputs = 256;
 constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear

@@ -14,7 +14,13 @@ from prefixes import GREEDY, SAMPLED, Watched, assert_same, converse, random_tok
 from tiny import tiny_model_dir
 from tiny_heads import eagle3_dir, mtp_model_dir
 
-from trtspec import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams
+from trtspec import (
+    LLM,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    SamplingParams,
+    SaveHiddenStatesDecodingConfig,
+)
 from trtspec.errors import ConfigError
 from trtspec.executor import prefixes
 from trtspec.state.state_copies import StateCopies
@@ -24,7 +30,7 @@ PAGE, K = 4, 3
 
 @pytest.fixture(autouse=True)
 def _keeps_states_of_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "LEAST_KEPT", 6)
+    monkeypatch.setattr(prefixes, "LEAST_APART", 6)
 
 
 def engine(target: Path, config: Any = None, copies: int | None = 16, **options: Any) -> LLM:
@@ -33,7 +39,7 @@ def engine(target: Path, config: Any = None, copies: int | None = 16, **options:
         max_tokens=options.pop("pool", None),
         tokens_per_block=PAGE,
         enable_block_reuse=copies is not None,
-        num_state_copies=copies or 0,
+        num_state_copies=copies,
     )
     return cpu_engine(target, config, kv_cache_config=cache, **options)
 
@@ -78,9 +84,8 @@ def test_what_is_taken_over(tmp_path: Path) -> None:
     (second,) = watched.run([turn], params)
     watched.run([[*second.token_ids, 1, 2]], params)
     # 28 of 30: whole blocks. The second prompt leaves a state at 16, where it parts from the first.
-    # The last but one has 48 tokens.
-    assert watched.seen.cached == [0, 0, 16, 16, 28, 28, 48]
-    assert len(watched.executor.kv_cache.state_copies) == 8
+    # The last but one has 48 tokens, of which at least one is computed.
+    assert watched.seen.cached == [0, 0, 16, 16, 28, 28, 44]
     watched.llm.reset_prefix_cache()
     assert len(watched.executor.kv_cache.state_copies) == 0
     watched.run([base], params)
@@ -98,19 +103,61 @@ def test_every_rank_copies(tmp_path: Path) -> None:
     assert seen[1].outputs == seen[0].outputs and sum(seen[1].cached) > 60
 
 
-def test_prompts_at_once_wait_for_a_state_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("length", "cached"), [(7, [0, 0, 0, 0]), (30, [0, 28, 28, 28]), (32, [0, 28, 28, 28])]
+)
+@pytest.mark.parametrize("mode", ["none", "mtp"])
+def test_prompts_at_once_wait_for_a_state_alone(
+    tmp_path: Path, mode: str, length: int, cached: list[int]
+) -> None:
     """Prompts too short to leave one start together; of longer ones the first is waited for."""
-    target, rng = tiny_model_dir(tmp_path, "qwen3_next"), random.Random(1)
-    for length, cached in ((7, [0, 0, 0, 0]), (30, [0, 28, 28, 28])):
-        watched = Watched(engine(target))
-        prompt = random_tokens(rng, length)
-        requests = [watched.executor.enqueue(prompt, GREEDY) for _ in range(4)]
+    target, config = tiny_model_dir(tmp_path, "qwen3_next"), None
+    if mode == "mtp":  # which publishes a block some rows later
+        target = mtp_model_dir(tmp_path, layout="qwen3_next", family="qwen3_next", num_mtp_layers=2)
+        config = MTPDecodingConfig(max_draft_len=2, use_mtp_vanilla=True)
+    watched = Watched(engine(target, config))
+    prompt = random_tokens(random.Random(1), length)
+    requests = [watched.executor.enqueue(prompt, GREEDY) for _ in range(4)]
+    watched.step()
+    assert len(watched.executor.scheduler.running) == (1 if any(cached) else 4)
+    while watched.executor.has_work:
         watched.step()
-        assert len(watched.executor.scheduler.running) == (1 if any(cached) else 4)
-        while watched.executor.has_work:
-            watched.step()
-        assert [request.cached_tokens for request in requests] == cached
-        assert len({tuple(request.output_token_ids) for request in requests}) == 1
+    assert [request.cached_tokens for request in requests] == cached
+    assert len({tuple(request.output_token_ids) for request in requests}) == 1
+
+
+def test_no_more_states_are_waited_for_than_are_kept(tmp_path: Path) -> None:
+    target, rng = tiny_model_dir(tmp_path, "qwen3_next"), random.Random(0)
+    watched = Watched(engine(target, copies=1, max_batch_size=12, max_num_tokens=512))
+    prompts = [random_tokens(rng, 30) for _ in range(3)]
+    requests = [watched.executor.enqueue(prompts[i % 3], GREEDY) for i in range(12)]
+    watched.step()
+    assert len(watched.executor.scheduler.running) == 9  # of one prompt three wait
+    while watched.executor.has_work:
+        watched.step()
+    assert len({tuple(request.output_token_ids) for request in requests}) == 3
+
+
+def test_a_state_keeps_the_blocks_before_it(tmp_path: Path) -> None:
+    """A prompt leaves one behind blocks of an earlier prompt, older than others."""
+    rng, params = random.Random(0), SamplingParams(max_tokens=2, ignore_eos=True)
+    target = tiny_model_dir(tmp_path, "qwen3_next")
+    watched = Watched(engine(target, pool=300, max_seq_len=96, max_batch_size=1))
+    base = random_tokens(rng, 40)
+    for is_base in (1, 0, 0, 1, 0, 0, 0, 1):
+        start = base if is_base else random_tokens(rng, 40)
+        watched.run([start + random_tokens(rng, 17)], params)
+    assert watched.seen.cached == [0, 0, 0, 0, 0, 0, 0, 40]
+
+
+def test_saved_hidden_states_need_no_copies(tmp_path: Path) -> None:
+    target = tiny_model_dir(tmp_path, "qwen3_next")
+    config = SaveHiddenStatesDecodingConfig(
+        output_directory=str(tmp_path / "states"), eagle3_layers_to_capture=[0, 1, 2]
+    )
+    executor = engine(target, config).executor
+    states = executor.state.recurrent
+    assert states is not None and len(states.taken_in) == executor.config.max_batch_size + 1
 
 
 def test_copies_go_with_their_blocks(tmp_path: Path) -> None:
@@ -159,13 +206,14 @@ def test_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_ledger() -> None:
     copies, keys = StateCopies(range(5, 8)), [bytes([i]) for i in range(9)]
-    assert [copies.add(keys[i], request_id=i // 2) for i in range(3)] == [5, 6, 7]
-    assert copies.last(keys, 9) == 3 and copies.last(keys, 2) == 2 and copies.last(keys[5:], 4) == 0
+    assert [copies.add(keys[: i + 1], request_id=i // 2) for i in range(3)] == [5, 6, 7]
+    assert copies.last(keys, 9) == 3 and copies.last(keys, 2) == 2
+    assert copies.last(keys[5:], 4) == copies.last(keys, 0) == 0
     assert copies.use(keys[0]) == 5
-    assert copies.add(keys[3], 9) == 6 and keys[1] not in copies  # the one used longest ago
+    assert copies.add(keys[:4], 9) == 6 and keys[1] not in copies  # the one used longest ago
     copies.drop_of(1)
     assert keys[2] not in copies and len(copies) == 2
     copies.drop(keys[2])
-    assert copies.add(keys[4], 9) == 7
+    assert copies.add(keys[:5], 9) == 7
     copies.clear()
-    assert len(copies) == 0 and {copies.add(key, 1) for key in keys[:3]} == {5, 6, 7}
+    assert len(copies) == 0 and {copies.add(keys[:n], 1) for n in (1, 2, 3)} == {5, 6, 7}

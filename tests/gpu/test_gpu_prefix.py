@@ -89,7 +89,7 @@ def test_windows(tmp_path: Path, window: int) -> None:
 @pytest.mark.parametrize("mode", ["none", "eagle3", "mtp"])
 def test_linear_attention(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt goes on from a copy of what another one's slot held."""
-    monkeypatch.setattr(prefixes, "LEAST_KEPT", 6)
+    monkeypatch.setattr(prefixes, "LEAST_APART", 6)
     config: Any = MTPDecodingConfig(num_nextn_predict_layers=K, use_mtp_vanilla=True)
     if mode == "mtp":
         target = mtp_model_dir(

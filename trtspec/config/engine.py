@@ -51,10 +51,10 @@ class KvCacheConfig(NamesFields):
         enable_block_reuse: a prompt takes over blocks of earlier prompts and answers that begin
             with the same tokens (docs/prefix_cache.md).
         enable_partial_reuse: a block that is shared in part is copied, and computed from where
-            the two differ.
-        num_state_copies: of models with linear attention, whose state is of one position alone: how
-            many ends of prompts' beginnings later prompts can go on from. Each takes the memory of
-            a slot. 0: no prefix cache for such a model.
+            the two differ; not with linear attention.
+        num_state_copies: how many positions of earlier prompts a model with linear attention can go
+            on from. Each is a copy of a slot's state, as large as it. None is 4 for each of
+            max_batch_size, up to 16. 0 is no prefix cache for such a model.
         dtype: how the target's keys and values are kept. "fp8" (e4m3, with the checkpoint's scales)
             holds twice as many tokens as bfloat16. "auto" is FP8 if the checkpoint was made for it,
             else the model's dtype (docs/kv_cache.md).
@@ -65,7 +65,7 @@ class KvCacheConfig(NamesFields):
     tokens_per_block: int = 32
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
-    num_state_copies: int = 16
+    num_state_copies: int | None = None
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class KvCacheConfig(NamesFields):
         require_int(self, "tokens_per_block", 1, 1024)
         require_bool(self, "enable_block_reuse")
         require_bool(self, "enable_partial_reuse")
-        require_int(self, "num_state_copies", 0, None)
+        require_int(self, "num_state_copies", 0, None, or_none=True)
         check_choice("KvCacheConfig.dtype", self.dtype, KV_CACHE_DTYPES)
         share = self.free_gpu_memory_fraction
         if not is_number(share) or not 0.0 < share <= 1.0:

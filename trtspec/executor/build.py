@@ -49,6 +49,9 @@ from .saving import HiddenStatesSaver
 
 logger = logging.getLogger(__name__)
 
+MOST_STATE_COPIES, STATE_COPIES_A_SLOT = 16, 4
+"""Unless `KvCacheConfig.num_state_copies` says otherwise."""
+
 DEFAULT_MAX_SEQ_LEN = 8192
 GRAPH_ROWS = 8192
 """Where graphs serve prompts, a pass has room by default for the rows that are worth a graph, this
@@ -210,17 +213,17 @@ def _kv_cache(
     link: EngineLink | None,
 ) -> KVCacheManager:
     config, saves = engine.kv_cache, loaded.drafter.mode.is_save_hidden_states()
-    count, copies = _num_state_copies(engine, loaded.target), None
+    count, rows = loaded.needs.num_state_copies, None
     if loaded.target.config.linear_layers:
-        copies = range(engine.max_batch_size + 1, engine.max_batch_size + 1 + count)
-        if config.enable_block_reuse and not count:
+        rows = range(engine.max_batch_size + 1, engine.max_batch_size + 1 + count)
+        if config.enable_block_reuse and config.num_state_copies == 0:
             logger.info("The prefix cache is off: KvCacheConfig.num_state_copies is 0.")
     reuse = PrefixReuse(
         # A sample has every row.
-        is_on=config.enable_block_reuse and not saves and (copies is None or count > 0),
-        partial=config.enable_partial_reuse and copies is None,
+        is_on=config.enable_block_reuse and not saves and (rows is None or count > 0),
+        partial=config.enable_partial_reuse and rows is None,
         tokens_ahead=loaded.worker.num_tokens_ahead,
-        state_copies=copies,
+        state_rows=rows,
     )
     arguments = loaded.specs, num_blocks, loaded.needs.page_size, device, reuse
     if link is None:
@@ -229,10 +232,14 @@ def _kv_cache(
     return kind(*arguments, link=link)
 
 
-def _num_state_copies(engine: EngineConfig, target: LoadedTarget) -> int:
+def _num_state_copies(engine: EngineConfig, target: LoadedTarget, drafter: LoadedDrafter) -> int:
     """Returns how many copies of slots the prefix cache has for layers with linear attention."""
-    has_cache = bool(target.config.linear_layers) and engine.kv_cache.enable_block_reuse
-    return engine.kv_cache.num_state_copies if has_cache else 0
+    config, saves = engine.kv_cache, drafter.mode.is_save_hidden_states()
+    if not (target.config.linear_layers and config.enable_block_reuse) or saves:
+        return 0
+    if config.num_state_copies is None:
+        return min(MOST_STATE_COPIES, STATE_COPIES_A_SLOT * engine.max_batch_size)
+    return config.num_state_copies
 
 
 def _load(
@@ -253,6 +260,7 @@ def _load(
     graph_rows = 0
     if device.type == "cuda" and parallel.size == 1:  # ranks must agree, and may have other parts
         graph_rows = min(GRAPH_ROWS, most_worth_capturing(target.model))
+    copies = _num_state_copies(engine, target, drafter)
     needs = CacheNeeds(
         max_batch_size=engine.max_batch_size,
         max_seq_len=seq_len,
@@ -261,10 +269,10 @@ def _load(
         extra_kv=worker.num_extra_kv_tokens,
         rewritten=worker.num_rewritten_tokens,
         page_size=engine.kv_cache.tokens_per_block,
-        state_copies=_num_state_copies(engine, target),
+        num_state_copies=copies,
         bytes_of_slots=bytes_of_memory(
             target.config,
-            engine.max_batch_size + _num_state_copies(engine, target),
+            engine.max_batch_size + copies,
             worker.max_draft_len,
             target.model.norm.weight,
         ),

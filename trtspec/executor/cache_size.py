@@ -31,7 +31,15 @@ class CacheNeeds:
     rewritten: int  # rows that drafting computes again, before those
     page_size: int
     bytes_of_slots: int = 0  # that layers with linear attention keep, copies too
-    state_copies: int = 0  # such copies
+    num_state_copies: int = 0  # of slots
+
+    @property
+    def users_of_slots(self) -> str:
+        """What takes `bytes_of_slots`, for people."""
+        users = f"max_batch_size={self.max_batch_size}"
+        if self.num_state_copies:
+            users += f" and {self.num_state_copies} copies (KvCacheConfig.num_state_copies)"
+        return users
 
     def behind_window(self, window: int, num_requests: int) -> int:
         """Returns the most blocks that `num_requests` requests hold at once, windows considered.
@@ -79,7 +87,7 @@ def size_cache(
             if needs.bytes_of_slots:
                 beside = (
                     f" beside {needs.bytes_of_slots / 2**30:.1f} GiB of linear attention for "
-                    f"max_batch_size={needs.max_batch_size}"
+                    f"{needs.users_of_slots}"
                 )
             raise ConfigError(
                 f"KvCacheConfig.max_tokens={shown(tokens)}: {memory / 2**30:.1f} GiB hold at "
@@ -111,17 +119,16 @@ def size_cache(
 
 def _check_slots(needs: CacheNeeds, memory: float) -> None:
     if needs.bytes_of_slots > memory:
-        each = needs.bytes_of_slots / (needs.max_batch_size + 1 + needs.state_copies)
+        each = needs.bytes_of_slots / (needs.max_batch_size + 1 + needs.num_state_copies)
         rows = int(memory / 2 / each)
         cure = "Free memory, or use a smaller model."
-        if rows > needs.state_copies:
-            cure = f"Lower it to {rows - needs.state_copies} or fewer."
+        if rows > needs.num_state_copies:
+            cure = f"Lower max_batch_size to {rows - needs.num_state_copies} or fewer."
         elif rows > 0:
-            cure = f"Lower KvCacheConfig.num_state_copies={needs.state_copies}, each as large."
+            cure = f"Lower KvCacheConfig.num_state_copies to {rows - 1} or fewer."
         raise ConfigError(
-            f"max_batch_size={needs.max_batch_size}: layers with linear attention keep "
-            f"{each / 2**20:.1f} MiB of each request, and {memory / 2**20:.1f} MiB are there for "
-            f"that and the KV cache. {cure}"
+            f"{needs.users_of_slots}: layers with linear attention keep {each / 2**20:.1f} MiB of "
+            f"each, and {memory / 2**20:.1f} MiB are there for that and the KV cache. {cure}"
         )
 
 

@@ -44,7 +44,7 @@ class PartialLaunch:
     """Launches the rest, part by part. The host waits for the device in each."""
 
     def finish(self) -> StepOutputs:
-        """Launches what is left. Nothing else may have been launched since."""
+        """Launches what is left. No other step may have been launched since."""
         for _ in self.rest or ():
             pass
         self.rest = None

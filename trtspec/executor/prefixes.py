@@ -9,9 +9,9 @@ from ..state.prefix_search import PrefixHit, PrefixQuery
 from .embeds import content_of, reusable_tokens
 from .request import ContextChunk, Request
 
-LEAST_KEPT = 256
-"""Tokens between ends of blocks where the states of layers with linear attention are kept: a pass
-over a prompt ends there, and to compute fewer tokens again takes less time than another pass."""
+LEAST_APART = 256
+"""The least distance, in tokens, of two ends of blocks at which states of layers with linear
+attention are kept. Each takes a pass of its own."""
 
 
 class Prefixes:
@@ -40,8 +40,7 @@ class Prefixes:
         chain.extend(request.tokens_between, request.num_tokens)
         if request.lacks_prompt_logprobs:
             return PrefixHit()
-        limit = request.num_context_tokens - max(1, self.rewritten)
-        cut = request.cut_before_image
+        limit, cut = self._limit(request), request.cut_before_image
         if cache.state_copies is not None:
             cut = partial(self._last_state, request)
         return cache.find(PrefixQuery(chain, request.tokens_between, limit, cut))
@@ -61,31 +60,38 @@ class Prefixes:
     def is_being_computed(self, request: Request, hit: PrefixHit, computing: set[bytes]) -> bool:
         """Whether running prompts are about to compute half or more of what the request lacks."""
         assert request.prefix is not None
-        if request.lacks_prompt_logprobs:  # it takes nothing over
+        if request.lacks_prompt_logprobs or not computing:  # of the first, it takes nothing over
             return False
-        keys, end = request.prefix.keys, hit.num_blocks
-        if (
-            self.kv_cache.state_copies is not None
-        ):  # the keys of those at whose ends states are kept
-            end = max((i + 1 for i in range(end, len(keys)) if keys[i] in computing), default=end)
-        while end < len(keys) and keys[end] in computing:
-            end += 1
-        gained = end * self.kv_cache.page_size - hit.num_tokens
+        page, keys, end = self.kv_cache.page_size, request.prefix.keys, hit.num_blocks
+        if self.kv_cache.state_copies is None:
+            while end < len(keys) and keys[end] in computing:
+                end += 1
+        else:
+            last = min(len(keys), self._limit(request) // page)
+            end = next((n for n in range(last, end, -1) if keys[n - 1] in computing), end)
+        gained = end * page - hit.num_tokens
         return gained > 0 and 2 * gained >= request.num_context_tokens - hit.num_tokens
 
-    def keys_to_publish(self, request: Request) -> list[bytes]:
-        """Returns the keys of the request's blocks that it will publish; of models with linear
-        attention those at whose ends it will leave a state."""
-        chain = request.prefix
+    def add_awaited(self, request: Request, computing: set[bytes]) -> None:
+        """Adds the keys of the blocks that a prompt which runs will publish. With linear attention
+        they are those at whose ends it will leave a state, as many as can be kept."""
+        chain, copies = request.prefix, self.kv_cache.state_copies
         if chain is None or not self.kv_cache.is_current(chain):
-            return []
-        if self.kv_cache.state_copies is not None:
-            ahead = (stop for stop in request.stops if stop > request.num_computed)
-            return [chain.keys[stop // chain.page_size - 1] for stop in ahead]
-        end = len(chain.keys)
-        if chain.max_published is not None:
-            end = chain.max_published // chain.page_size
-        return chain.keys[chain.num_published : end]
+            return
+        page = chain.page_size
+        if copies is None:
+            end = len(chain.keys)
+            if chain.max_published is not None:
+                end = chain.max_published // page
+            computing.update(chain.keys[chain.num_published : end])
+            return
+        blocks = [stop // page for stop in request.stops if stop // page > chain.num_published]
+        if len(computing) + len(blocks) <= copies.num_rows:
+            computing.update(chain.keys[n - 1] for n in blocks)
+
+    def _limit(self, request: Request) -> int:
+        """Returns how many tokens of its prompt a request may take over at most."""
+        return request.num_context_tokens - max(1, self.rewritten)
 
     def publish(self, request: Request) -> None:
         """Lets other requests find the blocks that no later step of this one writes to."""
@@ -116,14 +122,15 @@ class Prefixes:
         cache, chain, found = self.kv_cache, request.prefix, []
         if cache.state_copies is None or not cache.reuse.is_on or chain is None:
             return ()
-        known = min(request.num_context_tokens // cache.page_size, len(chain.keys))
+        last = min(self._limit(request) // cache.page_size, len(chain.keys))
         if chain.max_published is not None:
-            known = min(known, chain.max_published // cache.page_size)
-        for blocks in (min(cache.num_found(chain), known), known):
+            last = min(last, chain.max_published // cache.page_size)
+        for blocks in (min(cache.num_found(chain), last), last):
             stop = blocks * cache.page_size
-            if stop - start >= LEAST_KEPT and request.cut_before_image(stop) == stop:
-                found.append(stop)
+            if stop - start >= LEAST_APART and request.cut_before_image(stop) == stop:
                 start = stop
+                if chain.keys[blocks - 1] not in cache.state_copies:
+                    found.append(stop)
         return tuple(found)
 
     def take_over_state(self, request: Request) -> None:
@@ -139,5 +146,5 @@ class Prefixes:
         if chunk.end in request.stops:
             chain = request.prefix
             if chain is not None and cache.is_current(chain):
-                key = chain.keys[chunk.end // cache.page_size - 1]
-                cache.keep_state(request.request_id, key, request.slot)
+                blocks = chunk.end // cache.page_size
+                cache.keep_state(request.request_id, chain.keys[:blocks], request.slot)

@@ -353,7 +353,7 @@ def _allocate_slots(parts: EngineParts, config: ExecutorConfig) -> SlotState:
         width = max(1, len(parts.layers_to_capture)) * size
         state.missed = MissedRows.allocate(config.max_batch_size + 1, width, dtype, parts.device)
     if target.config.linear_layers:
-        rows = config.max_batch_size + len(parts.kv_cache.reuse.state_copies or ())
+        rows = config.max_batch_size + len(parts.kv_cache.reuse.state_rows or ())
         layers = allocate_memory(target.config, rows, worker.max_draft_len, target.norm.weight)
         state.recurrent = parts.kv_cache.states = RecurrentStates.of(layers)
     if parts.layers_to_capture:

@@ -220,7 +220,7 @@ class Scheduler:
         computing: set[bytes] = set()  # keys of blocks that running prompts compute
         for request in self.running if self.waiting else []:
             if request.state is RequestState.CONTEXT:
-                computing.update(self.prefixes.keys_to_publish(request))
+                self.prefixes.add_awaited(request, computing)
         while self.waiting and len(self._free_slots) > len(later) and budget > 0:
             request = self.waiting[0]
             hit = self.prefixes.find(request)
@@ -237,7 +237,7 @@ class Scheduler:
             self.prefixes.take_over_state(request)
             chunks.append(chunk)
             self.idle_slot_steps = 0
-            computing.update(self.prefixes.keys_to_publish(request))
+            self.prefixes.add_awaited(request, computing)
             budget -= chunk.num_tokens
         self.waiting.extendleft(reversed(later))
         self.kv_cache.make_copies()

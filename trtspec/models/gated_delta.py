@@ -4,7 +4,7 @@
                    │            └─ z ─────────────────────────────────────┘
                    └─▶ gates_proj ─ strengths, decays ─▶ (delta rule)
 
-With float weights `in_proj` is both products in one.
+With float weights `in_proj` is both products in one, if 16 divides their rows.
 A layer keeps no keys: it has a matrix per head and slot (`ops/layer/delta_rule.py` has the formula,
 and what becomes of rejected drafts).
 """

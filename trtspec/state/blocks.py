@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..errors import KVCacheError
 from ..metadata.attention import NUM_RESERVED_BLOCKS
@@ -153,6 +153,14 @@ class BlockPool:
             raise KVCacheError(f"Block {block} is published but not in use.")
         self._block_of[key], self._key_of[block] = block, key
         return True
+
+    def refresh(self, keys: Sequence[bytes]) -> None:
+        """Makes the free blocks with these keys, which follow each other, the last to be evicted:
+        as if they had just been given back."""
+        for key in reversed(keys):
+            block = self._block_of.get(key)
+            if block is not None and block in self._cached:
+                self._cached.move_to_end(block)
 
     def suspect(self, blocks: Iterable[int]) -> None:
         """Marks blocks to be zeroed when they are handed out again."""

@@ -67,7 +67,7 @@ class PrefixReuse:
     is_on: bool = False
     partial: bool = False  # a block that is shared in part is copied
     tokens_ahead: int = 0  # `SpecWorkerBase.num_tokens_ahead`
-    state_copies: range | None = None  # rows for copies, if layers have linear attention
+    state_rows: range | None = None  # for copies of slots, if layers have linear attention
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class KVCacheManager:
         self.windows = tuple(spec.window for spec in specs)
         self.reuse = reuse
         self.states: RecurrentStates | None = None  # of layers with linear attention
-        self.state_copies = None if reuse.state_copies is None else StateCopies(reuse.state_copies)
+        self.state_copies = None if reuse.state_rows is None else StateCopies(reuse.state_rows)
         self._pools = [BlockPool(count) for count in counts]
         self._donors = self._no_donors()
         self._epoch = 0  # chains of an earlier one are not published
@@ -456,10 +456,15 @@ class KVCacheManager:
         """Returns how many blocks from the beginning on all groups without a window have."""
         return self._search.num_whole(chain)
 
-    def keep_state(self, request_id: int, key: bytes, slot: int) -> None:
-        """Copies what a slot holds at the end of the block with this key, for later requests."""
-        if self.state_copies is not None and key not in self.state_copies:
-            self.copy_state(slot, self.state_copies.add(key, request_id))
+    def keep_state(self, request_id: int, keys: Sequence[bytes], slot: int) -> None:
+        """Copies what a slot holds at the end of blocks with these keys, for later requests.
+
+        Such blocks may be an earlier request's, whose like this one computed again.
+        """
+        if self.state_copies is not None and keys[-1] not in self.state_copies:
+            self.copy_state(slot, self.state_copies.add(keys, request_id))
+            for pool in self._pools:
+                pool.refresh(keys)
 
     def take_over_state(self, key: bytes, slot: int) -> None:
         """Copies what was kept at the end of the block with this key to a slot."""

@@ -1,8 +1,8 @@
 """What layers with linear attention keep of each request, by slot, on the device.
 
-It has a fixed size, whatever the length of the text. A request's first row, at position 0, begins
-with zeros, so nothing is cleared when a slot gets another request. Behind the slots are rows for
-copies of them (`state_copies.py`).
+It has a fixed size, whatever the length of the text. Behind the slots are rows for copies of them
+(`state_copies.py`). A request begins with zeros, at position 0, or with a copy. So nothing is
+cleared when a slot gets another request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class RecurrentStates:
     """S slots, one scratch slot and N rows for copies."""
 
     layers: tuple[DeltaMemory, ...]  # of each such layer, in their order
-    taken_in: Tensor  # [S+1+N] int64: how many of its tokens a slot's matrices have taken in
+    taken_in: Tensor
+    """[S+1+N] int64: how many of its tokens a slot's matrices have taken in. It is not copied: a
+    part of a prompt comes next, and writes it."""
 
     @staticmethod
     def of(layers: tuple[DeltaMemory, ...]) -> RecurrentStates:
@@ -41,5 +43,7 @@ class RecurrentStates:
 
     def copy(self, source: int, target: int) -> None:
         """Copies what one row holds to another. It does not wait."""
-        rows = [(kept[target], kept[source]) for memory in self.layers for kept in memory]
-        torch._foreach_copy_([to for to, _ in rows], [of for _, of in rows])
+        of_floats = [memory.matrices for memory in self.layers]
+        of_model = [kept for _, *others in self.layers for kept in others]
+        for kept in (of_floats, of_model):  # tensors of one dtype are copied at once
+            torch._foreach_copy_([x[target] for x in kept], [x[source] for x in kept])

@@ -8,12 +8,13 @@ begins with the same blocks takes over (decision 033).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class _Copy(NamedTuple):
     row: int
+    blocks: int  # up to whose end its sequence had been computed
     request_id: int  # whose slot it was copied from
 
 
@@ -25,8 +26,8 @@ class StateCopies:
         rows: of `RecurrentStates`, for copies. The copy used longest ago gives way.
     """
 
-    def __init__(self, rows: Iterable[int]):
-        self._free = sorted(rows, reverse=True)
+    def __init__(self, rows: Sequence[int]):
+        self.num_rows, self._free = len(rows), sorted(rows, reverse=True)
         self._copies: OrderedDict[bytes, _Copy] = OrderedDict()  # next victim first
 
     def __len__(self) -> int:
@@ -36,16 +37,27 @@ class StateCopies:
         return key in self._copies
 
     def last(self, keys: Sequence[bytes], count: int) -> int:
-        """Returns how many blocks, `count` at most, the last copy is behind; 0 if there is none."""
-        return next((n for n in range(count, 0, -1) if keys[n - 1] in self._copies), 0)
+        """Returns how many blocks, `count` at most, the last copy is behind; 0 if there is none.
 
-    def add(self, key: bytes, request_id: int) -> int:
-        """Returns the row of a new copy, which must be made before another call."""
+        Args:
+            keys: of a sequence's blocks, `count` at least.
+        """
+        behind = (
+            copy.blocks
+            for key, copy in self._copies.items()
+            if copy.blocks <= count and keys[copy.blocks - 1] == key
+        )
+        return max(behind, default=0)
+
+    def add(self, keys: Sequence[bytes], request_id: int) -> int:
+        """Returns the row of a new copy, behind the blocks with these keys. It must be made before
+        another call."""
+        key = keys[-1]
         self.drop(key)
         if not self._free:
             _, oldest = self._copies.popitem(last=False)
             self._free.append(oldest.row)
-        self._copies[key] = _Copy(self._free.pop(), request_id)
+        self._copies[key] = _Copy(self._free.pop(), len(keys), request_id)
         return self._copies[key].row
 
     def use(self, key: bytes) -> int:

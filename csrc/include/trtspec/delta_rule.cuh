@@ -82,10 +82,10 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_generations(const Delt
   const int warp = thread / 32, lane = thread % 32;
   const int shared_by = p.heads / p.key_heads, key_head = head / shared_by;
   const int keys = p.key_heads * kSize, channels = 2 * keys + p.heads * kSize;
-  const int64_t slot = p.slots[request], first = p.firsts[request];
+  const int64_t slot = p.slots[request];
+  const int first = static_cast<int>(p.firsts[request]);
   const int past = (p.places - kTaps) / 2;
-  const int64_t behind = first - p.taken_in[request];
-  const int again = static_cast<int>(behind < 0 ? 0 : behind > past ? past : behind);
+  const int again = min(max(first - static_cast<int>(p.taken_in[request]), 0), past);
   const int rows = again + p.own;
 
   DeltaShared& s = *reinterpret_cast<DeltaShared*>(memory);
@@ -98,16 +98,18 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_generations(const Delt
   const auto column_of = [&](int part) {
     return part == 2 ? 2 * keys + head * kSize : part * keys + key_head * kSize;
   };
+  const auto place_of = [&](int position) {
+    return static_cast<int64_t>(static_cast<unsigned>(position) % static_cast<unsigned>(p.places));
+  };
   T* const kept = static_cast<T*>(p.kept_mixed) + slot * p.places * channels;
   const T* const mixed = static_cast<const T*>(p.mixed) + request * int64_t(p.own) * p.mixed_row;
   constexpr int kChunks = 3 * kSize / 8;  // of 16 bytes, in a row
   const int before = again + kTaps - 1;   // rows of places
   for (int i = thread; i < before * kChunks; i += kDeltaThreads) {
     const int row = i / kChunks, chunk = i % kChunks, part = chunk / (kSize / 8);
-    const int64_t position = first - before + row;
+    const int position = first - before + row;
     const bool is_there = position >= 0;
-    const int64_t place = is_there ? position % p.places : 0;
-    const T* from = kept + place * channels + column_of(part) + chunk % (kSize / 8) * 8;
+    const T* from = kept + place_of(max(position, 0)) * channels + column_of(part) + chunk % (kSize / 8) * 8;
     copy_16_if(raw + row * 3 * kSize + chunk * 8, from, is_there);
   }
   const int pair = warp % 4, half = warp / 4;
@@ -119,6 +121,23 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_generations(const Delt
     float4 at = make_float4(0, 0, 0, 0);
     if (first > 0) at = __ldcg(reinterpret_cast<const float4*>(matrix + (k_first + i) * kSize + column));
     state[i][0] = at.x, state[i][1] = at.y, state[i][2] = at.z, state[i][3] = at.w;
+  }
+  // What this thread convolves with; or, of the last ones, the gates of a row.
+  const auto kept_gates = [&](int row) {
+    const int64_t place = slot * p.places + place_of(first - again + row);
+    return static_cast<T*>(p.kept_gates) + place * 2 * p.heads + head;
+  };
+  float2 conv[kTaps];
+  float dt_bias = 0.0f, a_log = 0.0f;
+  if (thread < 3 * kSize / 2) {
+    const float* const from =
+        p.conv + column_of(thread / (kSize / 2)) + thread % (kSize / 2) * 2;
+#pragma unroll
+    for (int tap = 0; tap < kTaps; ++tap) {
+      conv[tap] = __ldg(reinterpret_cast<const float2*>(from + tap * channels));
+    }
+  } else {
+    dt_bias = __ldg(p.dt_bias + head), a_log = __ldg(p.a_log + head);
   }
   wait_for_previous();
   let_next_start();
@@ -134,35 +153,24 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_generations(const Delt
     copy_16(z + row * kSize + chunk * 8, from + head * kSize + chunk * 8);
   }
   copies_commit();
-  for (int row = thread; row < rows; row += kDeltaThreads) {
-    const bool is_own = row >= again;
-    const int64_t place = (first - again + row) % p.places;
-    T* const there = static_cast<T*>(p.kept_gates) + (slot * p.places + place) * 2 * p.heads + head;
-    const T* from = there;
-    if (is_own) {
+  T strength = {}, decay = {};
+  if (const int row = kDeltaThreads - 1 - thread; thread >= 3 * kSize / 2 && row < rows) {
+    const T* from = kept_gates(row);
+    if (row >= again) {
       const int64_t at = request * int64_t(p.own) + row - again;
       from = static_cast<const T*>(p.gates) + at * p.gates_row + head;
     }
-    const T strength = from[0], decay = from[p.heads];
-    if (is_own) there[0] = strength, there[p.heads] = decay;
-    const float x = to_float(decay) + p.dt_bias[head];
-    const float softplus = x > 20.0f ? x : log1pf(__expf(x));
-    s.decay[row] = __expf(-__expf(p.a_log[head]) * softplus);
-    s.strength[row] = 1.0f / (1.0f + __expf(-to_float(strength)));
+    strength = from[0], decay = from[p.heads];
   }
   copies_wait<0>();
   __syncthreads();
 
-  // The convolution: two channels a thread.
+  // The convolution: two channels a thread. The last warps have none: the gates are theirs.
   if (thread < 3 * kSize / 2) {
     const int part = thread / (kSize / 2), within = thread % (kSize / 2) * 2;
     float weight[kTaps][2], seen[kTaps][2];
 #pragma unroll
-    for (int tap = 0; tap < kTaps; ++tap) {
-      const float2 two =
-          *reinterpret_cast<const float2*>(p.conv + tap * channels + column_of(part) + within);
-      weight[tap][0] = two.x, weight[tap][1] = two.y;
-    }
+    for (int tap = 0; tap < kTaps; ++tap) weight[tap][0] = conv[tap].x, weight[tap][1] = conv[tap].y;
     const T* from = raw + part * kSize + within;
 #pragma unroll
     for (int tap = 0; tap < kTaps - 1; ++tap) {
@@ -182,13 +190,22 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_generations(const Delt
       total.y = to_float(from_float<T>(silu(to_float(from_float<T>(total.y)))));
       *reinterpret_cast<float2*>(qkv + (row * 3 + part) * kSize + within) = total;
     }
+  } else if (const int row = kDeltaThreads - 1 - thread; row < rows) {
+    if (row >= again) {
+      T* const there = kept_gates(row);
+      there[0] = strength, there[p.heads] = decay;
+    }
+    const float x = to_float(decay) + dt_bias;
+    const float softplus = x > 20.0f ? x : log1pf(__expf(x));
+    s.decay[row] = __expf(-__expf(a_log) * softplus);
+    s.strength[row] = 1.0f / (1.0f + __expf(-to_float(strength)));
   }
   // Own rows are kept: values by each head, queries and keys by one of those that share them.
   const bool keeps_keys = head % shared_by == 0;
   for (int i = thread; i < p.own * kChunks; i += kDeltaThreads) {
     const int row = i / kChunks, chunk = i % kChunks, part = chunk / (kSize / 8);
     if (part < 2 && !keeps_keys) continue;
-    T* to = kept + (first + row) % p.places * channels + column_of(part) + chunk % (kSize / 8) * 8;
+    T* to = kept + place_of(first + row) * channels + column_of(part) + chunk % (kSize / 8) * 8;
     *reinterpret_cast<uint4*>(to) =
         *reinterpret_cast<const uint4*>(raw + (before + row) * 3 * kSize + chunk * 8);
   }
@@ -214,18 +231,16 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_generations(const Delt
   for (int row = 0; row < rows; ++row) {
     const float* const q_at = qkv + row * 3 * kSize;
     const bool is_own = row >= again;
-    float with_k[4] = {}, with_q[4] = {}, k[kEach];
+    float with_k[4] = {}, with_q[4] = {};
 #pragma unroll
     for (int i = 0; i < kEach; i += 4) {
-      float four[4];
-      load_4(q_at + kSize + k_first + i, four);
+      float k[4];
+      load_4(q_at + kSize + k_first + i, k);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) k[i + j] = four[j];
-    }
+      for (int j = 0; j < 4; ++j) {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) with_k[c] += k[i] * state[i][c];
+        for (int c = 0; c < 4; ++c) with_k[c] += k[j] * state[i + j][c];
+      }
     }
     if (is_own) {
 #pragma unroll
@@ -254,25 +269,30 @@ __global__ void __launch_bounds__(kDeltaThreads, 2) delta_generations(const Delt
           make_float4(with_q[0], with_q[1], with_q[2], with_q[3]);
     }
     meet_pair(pair);
-    const float decay = s.decay[row], strength = s.strength[row], qk = s.qk[row];
+    const float row_decay = s.decay[row], row_strength = s.strength[row], qk = s.qk[row];
     float other[4], v[4], u[4];
     load_4(&exchange[(warp + 4) % 8][0][lane % 8 * 4], other);
     load_4(q_at + 2 * kSize + column, v);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) u[c] = strength * (v[c] - decay * (with_k[c] + other[c]));
+    for (int c = 0; c < 4; ++c) u[c] = row_strength * (v[c] - row_decay * (with_k[c] + other[c]));
     if (is_own && half == 0 && lane < 8) {
       load_4(&exchange[warp + 4][1][lane * 4], other);
       float out[4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) out[c] = decay * (with_q[c] + other[c]) + qk * u[c];
+      for (int c = 0; c < 4; ++c) out[c] = row_decay * (with_q[c] + other[c]) + qk * u[c];
       *reinterpret_cast<float4*>(read + (row - again) * kSize + column) =
           make_float4(out[0], out[1], out[2], out[3]);
     }
     if (row > again && row + 1 == rows) break;  // nothing reads the matrix any more
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < kEach; i += 4) {
+      float k[4];  // again: kept, they would take registers that are not there
+      load_4(q_at + kSize + k_first + i, k);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) state[i][c] = decay * state[i][c] + k[i] * u[c];
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) state[i + j][c] = row_decay * state[i + j][c] + k[j] * u[c];
+      }
     }
     if (row == again) {  // what is certain ends here
 #pragma unroll

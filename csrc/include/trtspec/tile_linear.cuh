@@ -8,7 +8,7 @@
 // Of deep weights with few rows or few outputs a cluster of blocks divides K: a block would be long with
 // so many columns, and most multiprocessors would have none.
 //
-// For one size of cluster, which launch_tiles chooses by rows and K, a row's result does not depend on
+// For one size of cluster, which launch_tiles chooses by rows, K and outputs, a row's result does not depend on
 // how many rows there are, nor on the tile's size: K fixes the order of its sum.
 #pragma once
 

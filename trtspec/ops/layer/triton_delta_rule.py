@@ -35,7 +35,8 @@ COLUMNS, MANY_COLUMNS = 32, 64
 STAGES_BYTES = 160 * 1024
 """Of shared memory, that a program needs that reads a chunk ahead."""
 BY_WARPGROUPS = 128, 128
-"""Keys and values of heads for which Triton's warpgroup instructions were seen to be right."""
+"""Keys and values of heads for which Triton's warpgroup instructions were seen to be right, on an
+H200 with Triton 3.6. No tile of theirs has fewer than 64 columns."""
 CONTEXTS = 64
 """That a chunk is looked for among, at least."""
 NORM_HEADS = 8
@@ -138,7 +139,7 @@ def delta_generations(
     taps, places = weights.conv.shape[0], memory.mixed.shape[1]
     most = _tile((places - taps) // 2 + total // count)  # rows
     sizes = _sizes(rows, weights, memory, COLUMNS)._replace(ROWS=most)
-    programs, warps = sizes.column_tiles * heads * count, 8
+    programs, warps = sizes.column_tiles * heads * count, 8 if most < 64 else 2  # `delta_contexts`
     if programs > MULTIPROCESSORS and most == 16:
         warps = 4
         if programs > 4 * MULTIPROCESSORS:
@@ -165,14 +166,16 @@ def delta_contexts(
 ) -> Tensor:
     """As its twin. One kernel works on all chunks at once, another on one after the other.
 
-    Matrices are read before the kernel before has ended, which must not write them. Hopper's
-    warpgroup instructions take four warps. Triton 3.6 and 3.7 compile some kernels with several
-    products to wrong ones there, where tiles have 16 or 32 columns (triton-lang/triton#11366).
+    Matrices are read before the kernel before has ended, which must not write them. Kernels of two
+    warps have none of Hopper's warpgroup instructions, which need four. Triton 3.6 and 3.7 compile
+    some kernels with several products to wrong ones (triton-lang/triton#11366; tiles of 16 and 32
+    columns are known to be).
     """
     total, count = rows.mixed.shape[0], requests.slots.shape[0]
     heads = memory.matrices.shape[1]
-    columns = COLUMNS if count * heads < 2 * MULTIPROCESSORS else MANY_COLUMNS
-    sizes = _sizes(rows, weights, memory, columns)
+    by_warpgroups = splits(rows.mixed) and memory.matrices.shape[2:] == BY_WARPGROUPS
+    is_few = count * heads < 2 * MULTIPROCESSORS and not by_warpgroups
+    sizes = _sizes(rows, weights, memory, COLUMNS if is_few else MANY_COLUMNS)
     new, key_heads = rows.mixed.new_empty, sizes.KEY_HEADS
     chunks = Chunks(
         q=new(total, key_heads, sizes.KEY),
@@ -185,7 +188,9 @@ def delta_contexts(
     out = new(total, heads, sizes.VALUE)
     most = (total + (CHUNK - 1) * count) // CHUNK  # chunks there can be
     prepare_warps, scan_warps = 2, 2
-    if (sizes.KEY, sizes.VALUE) == BY_WARPGROUPS or not splits(rows.mixed):
+    if by_warpgroups:
+        prepare_warps, scan_warps = 8, 4
+    elif not splits(rows.mixed):  # no matrix instructions at all
         prepare_warps, scan_warps = 8, 4 if sizes.COLUMNS <= COLUMNS else 8
     launch = dependent_launch(rows.mixed)
     _prepare_kernel[(key_heads, most)](
