@@ -36,7 +36,7 @@ STAGES_BYTES = 160 * 1024
 """Of shared memory, that a program needs that reads a chunk ahead."""
 BY_WARPGROUPS = 128, 128
 """Keys and values of heads for which Triton's warpgroup instructions were seen to be right, on an
-H200 with Triton 3.6. No tile of theirs has fewer than 64 columns."""
+H200 with Triton 3.6. They have no tile of fewer than 64 columns."""
 CONTEXTS = 64
 """That a chunk is looked for among, at least."""
 NORM_HEADS = 8
