@@ -203,7 +203,7 @@ def _fits_heads_of(parts: nn.Module, target: DecoderConfig) -> bool:
         and layer.attention_sink_bias is None
         and layer.g_proj is None
         and layer.head_order is None
-        and not any(rows % target.head_dim for rows in _rows(layer))
+        and not any(rows % target.head_dim for rows in (_rows(layer)[1], layer.o_proj.in_features))
         for layer in layers
     )
 
@@ -214,7 +214,8 @@ def _use_heads_of(parts: nn.Module, target: DecoderConfig) -> Change:
         for layer in parts.modules():
             if isinstance(layer, Attention):
                 queries, keys, _ = _rows(layer)
-                layer.num_heads, layer.num_kv_heads = queries // size, keys // size
+                layer.num_heads = queries // size // (1 + layer.gates_output)
+                layer.num_kv_heads = keys // size
                 if layer.scale is not None:
                     layer.scale *= (layer.head_dim / size) ** 0.5
                 layer.head_dim = size

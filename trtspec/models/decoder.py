@@ -91,7 +91,6 @@ class Attention(nn.Module):
         self.norms_values = config.value_norm
         self.images_attend_both_ways = config.images_attend_both_ways
         self.gates_output = config.output_gate
-        self.num_q_outputs = (1 + self.gates_output) * config.num_heads  # gates, then queries
         qkv = (self.num_q_outputs + 2 * config.num_kv_heads) * config.head_dim
         size, queries = config.hidden_size, config.num_heads * config.head_dim
         self.qkv_proj = Linear(input_size or size, qkv, config.qkv_bias, parallel.heads())
@@ -162,6 +161,11 @@ class Attention(nn.Module):
             normed = self.q_norm(q) if q_heads else q
             outputs = torch.cat((normed, self.k_norm(k), v), dim=-1)
         return outputs.view(len(outputs), -1, self.head_dim)
+
+    @property
+    def num_q_outputs(self) -> int:
+        """Returns how many heads of `qkv_proj` are gates, if there are some, and queries."""
+        return (1 + self.gates_output) * self.num_heads
 
     def write_heads(self, kv: Tensor, rope: Rope, meta: AttentionMetadata) -> None:
         """Writes keys and values to the cache: kv [T, 2 * Hkv * D], before norms and RoPE."""
