@@ -3,7 +3,12 @@ interpreter where there is no GPU."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,7 +172,7 @@ def test_texts_equal_transformers(sizes: Sizes, taps: int, drafts: int) -> None:
 @covering(
     sizes=SIZES,
     taps=[1, 2, 4],
-    drafts=[0, 1, 3, 9],
+    drafts=[0, 1, 3, 9, 20],
     requests=[1, 3],
     dtype=DTYPES,
     multiprocessors=[0, 132],  # larger tiles, smaller ones
@@ -259,6 +264,22 @@ def test_contexts_of_public_sizes() -> None:
     for first, length in ((0, 70), (70, 5)):
         given = contexts((1, first, length), padding=2)
         layer.delta("delta_contexts", layer.rows(length + 2), given)
+
+
+@pytest.mark.slow
+def test_heads_whose_kernels_have_warpgroup_instructions() -> None:
+    """None but the public size, which was compared on a GPU: Triton compiles others to wrong ones
+    (decision 033)."""
+    root = Path(__file__).parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(root)
+    command = [sys.executable, "tests/helpers/compile_delta_rule.py", "128,128", "32,32"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts = json.loads(done.stdout)
+    assert counts["128,128"]["_scan_kernel"] > 0 < counts["128,128"]["_prepare_kernel"]
+    assert counts["128,128"]["_generations_kernel"] == 0
+    assert len(counts["32,32"]) == 3 and not any(counts["32,32"].values())
 
 
 def test_keys_that_repeat() -> None:

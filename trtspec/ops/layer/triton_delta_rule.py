@@ -139,7 +139,8 @@ def delta_generations(
     taps, places = weights.conv.shape[0], memory.mixed.shape[1]
     most = _tile((places - taps) // 2 + total // count)  # rows
     sizes = _sizes(rows, weights, memory, COLUMNS)._replace(ROWS=most)
-    programs, warps = sizes.column_tiles * heads * count, 8 if most < 64 else 2  # `delta_contexts`
+    programs = sizes.column_tiles * heads * count
+    warps = 8 if most < 64 else 2  # tiles of 64 rows could be warpgroups' (`delta_contexts`)
     if programs > MULTIPROCESSORS and most == 16:
         warps = 4
         if programs > 4 * MULTIPROCESSORS:
