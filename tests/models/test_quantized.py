@@ -145,8 +145,8 @@ def test_a_config_beside_config_json(tmp_path: Path) -> None:
     beside = path / "hf_quant_config.json"
     beside.write_text(json.dumps({"quantization": {"quant_algo": "FP8", "exclude_modules": []}}))
     assert _texts(path) == plain
-    beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    with pytest.raises(CheckpointError, match=r"hf_quant_config.json: quantization .*'NVFP4'"):
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4_AWQ"}}))
+    with pytest.raises(CheckpointError, match=r"hf_quant_config.json: quantization .*'NVFP4_AWQ'"):
         _texts(path)
 
 
@@ -162,8 +162,8 @@ def _group(**weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({**_group(), "format": "pack-quantized"}, "format 'pack-quantized'"),
-        ({**_group(), "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+        ({**_group(), "format": "pack-quantized"}, "type 'float', in pack-quantized"),
+        ({**_group(), "format": "nvfp4-pack-quantized"}, "8 bits, type 'float', in nvfp4-pack"),
         (_group(num_bits=4, type="int"), "weights of 4 bits, type 'int'"),
         (_group(symmetric=False, type="int"), "weights of 8 bits"),
         (_group(strategy="group"), "strategy 'group'"),
@@ -175,7 +175,7 @@ def _group(**weights: Any) -> dict[str, Any]:
         ({**_group(), "config_groups": {"FP8": ["Linear"]}}, "a field of another kind"),
         ({**_group(), "sparsity_config": "dense"}, "a field of another kind"),
         ({"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
-        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
+        ({"quant_method": "gptq", "bits": 2}, "'gptq', 'bits': 2"),
         ({"quant_method": ["fp8"]}, "is set, but only"),
     ],
 )

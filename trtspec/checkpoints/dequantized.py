@@ -5,6 +5,7 @@
     its rows         [out] or [out, 1]
     its blocks       [ceil(out / bo), ceil(in / bi)], perhaps with a 1 after each
 
+(Packed numbers have scales of groups: `packed_ints.py`, `packed_floats.py`, `mxfp4.py`.)
 Stacks of experts [E, out, in] have one more dimension in front (Step-3.5). Tensors of another dtype
 are what they say. Scales and zero points of activations are left out: here these stay in the
 model's dtype. Scales of the KV cache are read in `kv_scales.py`.
@@ -21,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .mxfp4 import unpacked
-from .quantization import MXFP4, Quantization, quantization_fields, quantization_of
+from . import mxfp4, packed_floats, packed_ints
+from .quantization import MXFP4, Packing, Quantization, quantization_fields, quantization_of
 from .scaled import ScaledTensor, as_floats
 from .tensors import FLOATS, TensorSource
 
 _OF_SERVING = re.compile(
-    r"\.(q|k|v|kv)_scale$|\.(input|activation|output)_(scale|zero_point)$"
+    r"\.(q|k|v|kv)_scale$|\.(input|activation|output)_(scale|zero_point|global_scale)$"
     r"|_proj_(input|activation)_scale$"  # of a stack of experts
 )
 """Scales and zero points of what is no weight."""
@@ -50,8 +51,11 @@ def dequantized(
     found = {name: s for name, s in sources.items() if not _OF_SERVING.search(name)}
     if how is None:
         return found
+    if isinstance(how, Packing):
+        of_ints = how.form in ("compressed", "gptq", "awq")
+        return (packed_ints if of_ints else packed_floats).unpacked(found, how, where)
     if how.dtype == MXFP4:
-        return unpacked(found, where)
+        return mxfp4.unpacked(found, where)
     for name, source in list(found.items()):
         if source.dtype == how.dtype:
             names = [f"{name}{suffix}" for suffix in how.suffixes]

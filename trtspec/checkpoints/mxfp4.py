@@ -110,21 +110,25 @@ def _codes(blocks: TensorSource, cut: Cut | None = None) -> Tensor:
         first, end = cut.start // fp4.GROUP, -(-(cut.start + cut.length) // fp4.GROUP)
         whole_groups = Cut(2, first, end - first, cut.full // fp4.GROUP)
     packed = blocks.read(whole_groups)
-    codes = torch.stack((_e4m3(packed & 15), _e4m3(packed >> 4)), dim=-1)
+    codes = torch.stack((e4m3_of_e2m1(packed & 15), e4m3_of_e2m1(packed >> 4)), dim=-1)
     codes = codes.flatten(-3).view(torch.float8_e4m3fn)
     if cut is None or cut.dim != 2:
         return codes
     return codes.narrow(2, cut.start % fp4.GROUP, cut.length)
 
 
-def _e4m3(codes: Tensor) -> Tensor:
+def e4m3_of_e2m1(codes: Tensor) -> Tensor:
     """Returns the e4m3 codes of e2m1 ones, both uint8; a half has another mantissa bit."""
     size = codes & 7
     return torch.where(size > 1, 0x30 + 4 * size, 0x30 * size) | (codes & 8) << 4
 
 
 def _powers(scales: TensorSource) -> Tensor:
-    """Returns the scales; of bytes that make 6 infinite NaN, which readers refuse."""
-    exponents = scales.read().int() - 127
-    powers = torch.ldexp(torch.ones(exponents.shape), exponents)
-    return torch.where(exponents > 125, torch.nan, powers)
+    return powers(scales.read())
+
+
+def powers(codes: Tensor) -> Tensor:
+    """Returns 2^(s - 127) of e8m0 codes s; NaN, which is refused, where 6 times it is infinite."""
+    exponents = codes.int() - 127
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents)
+    return torch.where(exponents > 125, torch.nan, scales)

@@ -8,6 +8,14 @@
 | `modelopt` | F8_E4M3 | `X.weight_scale` of the tensor, of rows or of blocks of 128 × 128 |
 | `mxfp4` | U8 | as `mxfp4.py` says |
 
+Of numbers that lie packed the tensors have other names:
+
+| quant_method | format |
+|---|---|
+| `awq`, `gptq`, `compressed-tensors` with `pack-quantized` | `packed_ints.py` |
+| `modelopt` with `NVFP4`, `compressed-tensors` with `nvfp4-pack-quantized` | `nvfp4.py` |
+| `compressed-tensors` with `mxfp4-pack-quantized` | `mxfp4.py` |
+
 ModelOpt may write its part into `hf_quant_config.json` beside config.json. Weights that a config
 leaves out (`ignore`, `modules_to_not_convert`, `exclude_modules`) have another dtype: that decides.
 """
@@ -37,6 +45,18 @@ class Quantization:
     block: tuple[int, int] | None = None  # that shares a scale; None: a row does, or the tensor
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How numbers of 4 bits (or 8) lie in bytes or words."""
+
+    form: str  # "compressed", "gptq" or "awq" (integers), "modelopt" or "nvfp4", "mxfp4"
+    bits: int = 4
+    group: int = -1  # columns that share a scale; -1: all
+    has_zeros: bool = False
+    adds_to_zeros: int = 0
+    has_groups: bool = False  # a tensor says which columns share one
+
+
 def quantization_fields(raw: Fields, where: Path) -> tuple[Fields, str]:
     """Returns what the config says of quantisation, nothing if all is float; and where it does.
 
@@ -61,14 +81,14 @@ def quantization_fields(raw: Fields, where: Path) -> tuple[Fields, str]:
 
 def _unsupported(source: str, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{source} ({what}) is set, but only these are supported: float weights, FP8 "
-        "(e4m3) and INT8 weights with scales of the tensor, of rows or of blocks, and experts in "
-        "MXFP4 (quant_method "
+        f"{source} ({what}) is set, but only these are supported: float weights; FP8 (e4m3) and "
+        "INT8 weights with scales of the tensor, of rows or of blocks; INT4 weights by AWQ, GPTQ "
+        "or pack-quantized; NVFP4 weights; MXFP4 experts (quant_method "
         f"{', '.join(map(repr, _READERS))}). Use the unquantised checkpoint, or one of these."
     )
 
 
-def quantization_of(raw: Fields, where: Path) -> Quantization | None:
+def quantization_of(raw: Fields, where: Path) -> Quantization | Packing | None:
     """Returns how the weights beside a config are quantised; None if they are not.
 
     Args:
@@ -88,7 +108,7 @@ def quantization_of(raw: Fields, where: Path) -> Quantization | None:
         found = read(fields) if read is not None else ""
     except (AttributeError, TypeError) as error:  # of a list where an object was expected
         found = f"a field of another kind than the format has: {error}"
-    if isinstance(found, Quantization):
+    if isinstance(found, Quantization | Packing):
         return found
     raise _unsupported(source, f"{method or fields!r}{found and f', {found}'}")
 
@@ -128,15 +148,21 @@ def _fp8(fields: Fields) -> Quantization | str:
     return Quantization(FP8, ("_scale_inv", "_scale"), block)
 
 
-def _compressed(fields: Fields) -> Quantization | str:
+def _compressed(fields: Fields) -> Quantization | Packing | str:
     sparsity = fields.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         return f"sparsity_config of format {sparsity['format']!r}"
     if (fields.get("transform_config") or {}).get("config_groups"):
         return "transform_config: activations are rotated while it runs"
-    found: set[Quantization] = set()
+    found: set[Quantization | Packing] = set()
     for group in _groups_of_weights(fields):
         form = group.get("format") or fields.get("format")
+        if isinstance(form, str) and form.endswith("pack-quantized") and group.get("weights"):
+            packing = _packed(form, group["weights"])
+            if isinstance(packing, str):
+                return packing
+            found.add(packing)
+            continue
         if form not in ("float-quantized", "int-quantized", "naive-quantized"):
             return f"format {form!r}"
         weights = group["weights"]
@@ -155,21 +181,75 @@ def _compressed(fields: Fields) -> Quantization | str:
     return found.pop()
 
 
-def _modelopt(fields: Fields) -> Quantization | str:
+def _packed(form: str, weights: Fields) -> Packing | str:
+    """compressed-tensors' formats of packed numbers."""
+    kind = weights.get("type"), weights.get("num_bits")
+    said = f"weights of {kind[1]!r} bits, type {kind[0]!r}, in {form}"
+    if form == "pack-quantized":
+        if kind not in (("int", 4), ("int", 8)) or weights.get("strategy") not in _OF_ROWS:
+            return f"{said}, strategy {weights.get('strategy')!r}"
+        group = weights.get("group_size") if weights["strategy"] == "group" else -1
+        if not is_int(group, 1) and group != -1:
+            return f"{said}, group_size {group!r}"
+        has_zeros = not weights.get("symmetric", True)
+        return Packing("compressed", int(weights["num_bits"]), int(group), has_zeros)
+    known = {"nvfp4-pack-quantized": ("nvfp4", 16), "mxfp4-pack-quantized": ("mxfp4", 32)}
+    if form not in known or kind != ("float", 4):
+        return said
+    name, group = known[form]
+    if weights.get("group_size") not in (None, group):
+        return f"{said}, group_size {weights['group_size']!r}"
+    return Packing(name, group=group)
+
+
+_OF_ROWS = "group", "channel"
+
+
+def _of_words(fields: Fields, form: str, **more: Any) -> Packing | str:
+    """AWQ's and GPTQ's fields."""
+    bits, group = fields.get("bits", fields.get("w_bit")), fields.get("group_size", 128)
+    allowed = (4,) if form == "awq" else (4, 8)
+    if not is_int(bits) or bits not in allowed:
+        return f"'bits': {bits!r}"
+    if not is_int(group) or (group < 1 and group != -1):
+        return f"'group_size': {group!r}"
+    return Packing(form, bits, group, has_zeros=True, **more)
+
+
+def _awq(fields: Fields) -> Packing | str:
+    version = str(fields.get("version", "gemm")).lower()
+    if version != "gemm" or not fields.get("zero_point", True):
+        return f"'version': {version!r}, 'zero_point': {fields.get('zero_point')!r}"
+    return _of_words(fields, "awq")
+
+
+def _gptq(fields: Fields) -> Packing | str:
+    form = fields.get("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2") or fields.get("is_marlin_format"):
+        return f"'checkpoint_format': {form!r}"
+    has_groups = bool(fields.get("desc_act"))
+    return _of_words(fields, "gptq", adds_to_zeros=int(form == "gptq"), has_groups=has_groups)
+
+
+def _modelopt(fields: Fields) -> Quantization | Packing | str:
     algorithm = fields.get("quant_algo")
     if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         return Quantization(FP8)
     if algorithm == "FP8_PB_WO":
         return Quantization(FP8, block=(128, 128))
+    if algorithm in ("NVFP4", "W4A16_NVFP4") and fields.get("group_size", 16) == 16:
+        return Packing("modelopt", group=16)
     return f"quant_algo {algorithm!r}"
 
 
-_READERS: dict[str, Callable[[Fields], Quantization | str]] = {
+_READERS: dict[str, Callable[[Fields], Quantization | Packing | str]] = {
     "fp8": _fp8,
     "fbgemm_fp8": lambda fields: Quantization(FP8),
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
     "mxfp4": lambda fields: Quantization(MXFP4),
+    "awq": _awq,
+    "gptq": _gptq,
 }
 
 

@@ -3,6 +3,7 @@ share a power of two (e8m0)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the low three bits; 
 
 
 ROWS = 8  # rows whose codes lie together
+Place = Callable[[Tensor, int, int], Tensor]
+"""A number's code, its pair and its half -> its bits of a word."""
 
 
 class Fp4Weight(NamedTuple):
@@ -79,22 +82,34 @@ def _in_order(blocks: Tensor) -> Tensor:
     for pair in range(4):
         of_pair = bytes_[..., pair // 2, :, pair % 2]  # [..., in / 64, 8]: of each word one byte
         for half, code in enumerate((of_pair & 15, of_pair >> 4)):
-            sign, size = code >> 3, code & 7
-            if pair < 3:
-                word |= size << (16 * half + 6 + 3 * pair)
-                word |= sign << (16 * half + 15 + 3 * pair) % 32
-            else:
-                word |= (size >> 1 | sign << 3 | (size & 1) << 4) << 16 * half
+            word |= place(code, pair, half)
     return word.view(torch.uint8)
+
+
+def place(code: Tensor, pair: int, half: int) -> Tensor:
+    """Returns a word's bits of one of its numbers, codes of e2m1 in int32 (fp4.cuh).
+
+    Args:
+        pair: of the word's four. half: which number of the pair.
+    """
+    sign, size = code >> 3, code & 7
+    if pair < 3:
+        return size << (16 * half + 6 + 3 * pair) | sign << (16 * half + 15 + 3 * pair) % 32
+    return (size >> 1 | sign << 3 | (size & 1) << 4) << 16 * half
+
+
+def taken(words: Tensor) -> Tensor:
+    """Returns a word's numbers [..., 8] uint8 by pairs, of words in int32."""
+    word = words.long() & 0xFFFFFFFF
+    ring = word | word << 32
+    moved = [ring, ring >> 3, ring >> 6, (word & 0x001B001B) * 0x1084]
+    halves = torch.stack([bits >> 16 * half for bits in moved for half in (0, 1)], dim=-1)
+    return (halves >> 12 & 8 | halves >> 6 & 7).to(torch.uint8)
 
 
 def _out_of_order(codes: Tensor) -> Tensor:
     """[..., in / 64, 32] -> [..., in / 64, 64], each column's code."""
-    word = codes.contiguous().view(torch.int32).long() & 0xFFFFFFFF
-    ring = word | word << 32
-    moved = [ring, ring >> 3, ring >> 6, (word & 0x001B001B) * 0x1084]
-    halves = torch.stack([bits >> 16 * half for bits in moved for half in (0, 1)], dim=-1)
-    numbers = (halves >> 12 & 8 | halves >> 6 & 7).to(torch.uint8)  # [..., in / 64, 8, 8]
+    numbers = taken(codes.contiguous().view(torch.int32))  # [..., in / 64, 8, 8]
     return numbers.unflatten(-1, (2, 4)).transpose(-3, -2).flatten(-3)
 
 

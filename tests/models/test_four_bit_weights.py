@@ -1,0 +1,250 @@
+"""Checkpoints with weights of 4 bits, or of 8 in words, are their dequantised twins."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from four_bits import Form, config_of, four_bits
+from oracle import random_prompts
+from quantized import Tensors, write
+from safetensors.torch import load_file
+from tiny import tiny_model_dir
+from torch import Tensor
+
+from trtspec import LLM, CheckpointError, SamplingParams
+from trtspec.checkpoints.dequantized import dequantized
+from trtspec.checkpoints.tensors import open_checkpoint
+
+PACKED, NVFP4, MXFP4 = (f"{kind}pack-quantized" for kind in ("", "nvfp4-", "mxfp4-"))
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+    "moe_intermediate_size": 64, "num_hidden_layers": 2,
+}  # fmt: skip
+BF16 = torch.bfloat16
+Config = dict[str, Any]
+FORMS = [
+    Form(PACKED), Form(PACKED, group=64, dtype=BF16), Form(PACKED, group=128, symmetric=False),
+    Form(PACKED, symmetric=False, dtype=BF16), Form(PACKED, 8, group=64), Form(PACKED, group=-1),
+    Form(PACKED, 8, group=-1, symmetric=False, dtype=BF16), Form(PACKED, shuffled=True),
+    Form(PACKED, group=64, symmetric=False, shuffled=True), Form(NVFP4), Form(MXFP4),
+    Form("modelopt"), *(Form("awq", group=group, symmetric=False) for group in (32, 64, 128, -1)),
+    *(
+        Form("gptq", bits, group, symmetric, shuffled=shuffled, version=version)
+        for version in ("gptq", "gptq_v2")
+        for bits, group, symmetric, shuffled in [
+            (4, 32, True, False), (4, 128, False, True), (8, 64, False, False),
+            (8, 32, True, True), (4, -1, False, False),
+        ]
+    ),
+]  # fmt: skip
+OF_EXPERTS = [
+    Form(PACKED, dtype=BF16), Form(NVFP4), Form(MXFP4), Form("modelopt"),
+    Form("awq", symmetric=False), Form("gptq", shuffled=True),
+]  # fmt: skip
+BY_METHOD = {form.method: form for form in OF_EXPERTS}
+BY_METHOD["asymmetric"] = Form(PACKED, symmetric=False)
+MODULE = "model.layers.0.mlp.up_proj"
+
+
+def _texts(path: Path) -> list[list[int]]:
+    llm = LLM(path, device="cpu", dtype="float32", max_seq_len=64)
+    outputs = llm.generate(random_prompts(2), SamplingParams(max_tokens=10, ignore_eos=True))
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def _check_weights(path: Path, twin: Tensors) -> None:
+    with ExitStack() as stack:
+        sources = open_checkpoint(path, stack)
+        raw = json.loads((path / "config.json").read_text())
+        read = {n: s.read() for n, s in dequantized(sources, raw, path / "config.json").items()}
+    assert read.keys() == twin.keys()
+    for name, weight in twin.items():
+        torch.testing.assert_close(read[name], weight, atol=0, rtol=1e-6)
+
+
+def _check(path: Path, twin: Tensors, tensors: Tensors, config: Config) -> None:
+    write(path, twin, None)
+    plain = _texts(path)
+    write(path, tensors, config)
+    _check_weights(path, twin)
+    assert _texts(path) == plain
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_weights_and_text(tmp_path: Path, form: Form) -> None:
+    path = tiny_model_dir(tmp_path, **SIZES)
+    twin = load_file(path / "model.safetensors")
+    _check(path, twin, *four_bits(form, twin))
+
+
+@pytest.mark.parametrize("form", OF_EXPERTS, ids=str)
+def test_experts_alone(tmp_path: Path, form: Form) -> None:
+    """As Kimi-K2-Thinking has them."""
+    path = tiny_model_dir(tmp_path, "qwen3_moe", **SIZES)
+    twin = load_file(path / "model.safetensors")
+    tensors, config = four_bits(form, twin, lambda name: ".mlp.experts." in name)
+    assert len(tensors) > len(twin)
+    _check(path, twin, tensors, config)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_code_in_random_shapes(tmp_path: Path, form: Form) -> None:
+    twin, generator = {}, torch.Generator().manual_seed(3)
+    for number in range(12):
+        rows, columns = torch.randint(1, 9, (2,), generator=generator).tolist()
+        weight = torch.randn(8 * rows, columns * max(form.group, 32), generator=generator)
+        twin[f"model.layers.{number}.mlp.up_proj.weight"] = weight
+    (tmp_path / "config.json").write_text("{}")
+    write(tmp_path, *four_bits(form, twin, random=True))
+    _check_weights(tmp_path, twin)
+
+
+def test_rows_that_fill_no_whole_words(tmp_path: Path) -> None:
+    """The package packs them so: weight_shape says where they end."""
+    (tmp_path / "config.json").write_text("{}")
+    for symmetric in (True, False):
+        twin = {f"{MODULE}.weight": torch.randn(13, 21)}
+        write(tmp_path, *four_bits(Form(PACKED, group=-1, symmetric=symmetric), twin))
+        _check_weights(tmp_path, twin)
+
+
+def test_a_config_beside_config_json(tmp_path: Path) -> None:
+    """ModelOpt's hf_quant_config.json."""
+    path = tiny_model_dir(tmp_path, **SIZES)
+    twin = load_file(path / "model.safetensors")
+    tensors, _ = four_bits(Form("modelopt"), twin)
+    write(path, twin, None)
+    plain = _texts(path)
+    write(path, tensors, None)
+    said = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    _check_weights(path, twin)
+    assert _texts(path) == plain
+
+
+@pytest.mark.parametrize("form", [f for f in FORMS if f.method in ("awq", "gptq")], ids=str)
+def test_words_bit_by_bit(form: Form) -> None:
+    """What the twin's values are, by another reading of the words than `four_bits` writes."""
+
+    def number(part: str, row: int, column: int, place: int) -> int:
+        word = int(tensors[f"proj.{part}"][row, column])
+        bits = range(form.bits)
+        return sum(((word >> (form.bits * place + bit)) & 1) << bit for bit in bits)
+
+    twin, per, is_awq = {"proj.weight": torch.randn(24, 128)}, 32 // form.bits, form.method == "awq"
+    tensors, _ = four_bits(form, twin, random=True)
+    for row, column in itertools.product(range(24), range(0, 128, 5)):
+        word, place = row // per, row % per
+        if is_awq:
+            group = column // (128 if form.group == -1 else form.group)
+            place = (0, 4, 1, 5, 2, 6, 3, 7)[place]
+            code = number("qweight", column, word, place)
+        else:
+            group = int(tensors["proj.g_idx"][column])
+            code = number("qweight", column // per, row, column % per)
+        zero = number("qzeros", group, word, place) + (form.version == "gptq" and not is_awq)
+        value = (code - zero) * float(tensors["proj.scales"][group, row])
+        assert twin["proj.weight"][row, column].item() == pytest.approx(value, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("refused"), **SIZES)
+
+
+@pytest.fixture(scope="module")
+def floats(path: Path) -> Tensors:
+    return load_file(path / "model.safetensors")
+
+
+def _refused(path: Path, tensors: Tensors, config: Config, said: str, why: str = "") -> None:
+    """The message matches `said`, and names a cure; `why` is for a test that fails."""
+    write(path, tensors, config)
+    try:
+        _texts(path)
+    except CheckpointError as error:
+        assert re.search(said, str(error)), (why, error)
+        assert re.search(r"[Cc]opy |[Uu]se |[Rr]emove |[Cc]heck |must be", str(error)), (why, error)
+    else:
+        pytest.fail(f"{why}: it is read")
+
+
+def _longer(t: Tensor) -> Tensor:
+    return torch.cat([t.view(-1)] * 3) if t.ndim < 2 else torch.cat([t, t[:1]])
+
+
+def _with_nan(t: Tensor) -> Tensor:
+    return torch.cat([t.float().flatten()[1:], torch.tensor([torch.nan])]).view(t.shape).to(t.dtype)
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "longer": _longer,
+    "narrower": lambda t: t[:, :-1],
+    "another dtype": lambda t: t.float().long() if t.is_floating_point() else t.float(),
+    "NaN": _with_nan,
+    "all 0": torch.zeros_like,
+    "all 255": lambda t: torch.full_like(t, 255),  # NaN among powers of two
+    "1 more": lambda t: t + 1,
+    "1 less": lambda t: t - 1,
+}
+OF_ALL = "missing", "longer", "another dtype"
+OF_MATRICES = *OF_ALL, "narrower"
+
+
+@pytest.mark.parametrize(
+    ("method", "part", "changes"),
+    [
+        *((m, "weight_packed", OF_MATRICES) for m in (PACKED, NVFP4, MXFP4)),
+        *((m, "weight_scale", (*OF_MATRICES, "NaN")) for m in (PACKED, NVFP4, "modelopt")),
+        *((m, part, OF_MATRICES) for m in ("awq", "gptq") for part in ("qweight", "qzeros")),
+        *((m, "scales", (*OF_MATRICES, "NaN")) for m in ("awq", "gptq")),
+        (PACKED, "weight_shape", ("1 more",)),
+        ("asymmetric", "weight_zero_point", OF_MATRICES),
+        (NVFP4, "weight_global_scale", (*OF_ALL, "NaN", "all 0")),
+        (MXFP4, "weight_scale", (*OF_MATRICES, "all 255")),
+        ("modelopt", "weight", OF_MATRICES),
+        ("modelopt", "weight_scale_2", (*OF_ALL, "NaN")),
+        ("gptq", "g_idx", (*OF_ALL, "1 more", "1 less")),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    path: Path, floats: Tensors, method: str, part: str, changes: tuple[str, ...]
+) -> None:
+    tensors, config = four_bits(BY_METHOD[method], dict(floats))
+    tensor = tensors.pop(f"{MODULE}.{part}")
+    for change in changes:
+        changed = {} if change == "missing" else {f"{MODULE}.{part}": CHANGES[change](tensor)}
+        _refused(path, {**tensors, **changed}, config, re.escape(MODULE), change)
+
+
+@pytest.mark.parametrize("method", [PACKED, NVFP4, MXFP4, "awq", "gptq"])
+def test_a_weight_twice_is_refused(path: Path, floats: Tensors, method: str) -> None:
+    tensors, config = four_bits(BY_METHOD[method], dict(floats))
+    name = f"{MODULE}.weight"
+    _refused(path, {**tensors, name: floats[name]}, config, r"up_proj\.(qweight|weight_packed)")
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "said"),
+    [
+        ("awq", {"version": "gemv"}, "version.*gemv"),
+        ("awq", {"bits": 3}, r"bits\W+3\b|\b3 bits"),
+        ("gptq", {"bits": 3}, r"bits\W+3\b|\b3 bits"),
+        (PACKED, config_of(Form(PACKED, bits=3), []), r"bits\W+3\b|\b3 bits"),
+        ("gptq", {"group_size": 0}, r"group_size\W+0\b"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format.*marlin"),
+        ("modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo.*W4A8_AWQ"),
+        ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "quant_algo.*NVFP4_AWQ"),
+    ],
+)
+def test_other_configs(path: Path, floats: Tensors, method: str, change: Config, said: str) -> None:
+    tensors, config = four_bits(BY_METHOD[method], dict(floats))
+    _refused(path, tensors, {**config, **change}, said)

@@ -1,0 +1,156 @@
+"""Weights [out, in] of floats of 4 bits (e2m1), two in a byte, the first of them in its low bits.
+
+A weight is number * scale, where neighbours share a scale. X is a module's name:
+
+    ModelOpt's NVFP4
+        X.weight               [out, in / 2]   uint8, numbers
+        X.weight_scale         [out, in / 16]  e4m3
+        X.weight_scale_2       one number      by which all scales are multiplied
+    compressed-tensors' nvfp4-pack-quantized
+        X.weight_packed, X.weight_scale        as above
+        X.weight_global_scale  one number      by which all scales are divided
+    compressed-tensors' mxfp4-pack-quantized
+        X.weight_packed                        as above
+        X.weight_scale         [out, in / 32]  uint8 s: 2^(s - 127)
+
+Every number of e2m1 is one of e4m3, so they are FP8 weights with scales of groups.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..distributed.parallel import Cut
+from ..errors import CheckpointError
+from .mxfp4 import e4m3_of_e2m1, powers
+from .quantization import FP8, Packing
+from .scaled import ScaledTensor, as_floats
+from .tensors import FLOATS, TensorSource
+
+_BYTES = "U8"
+
+
+class Names(NamedTuple):
+    """What a module's tensors are called, and the dtype of scales."""
+
+    numbers: str
+    of_tensor: str | None
+    dtype: str
+
+
+_NAMES = {
+    "modelopt": Names("weight", "weight_scale_2", FP8),
+    "nvfp4": Names("weight_packed", "weight_global_scale", FP8),
+    "mxfp4": Names("weight_packed", None, _BYTES),
+}
+
+
+@dataclass(frozen=True)
+class PackedFloats:
+    """A weight [out, in] as the checkpoint has it."""
+
+    how: Packing
+    numbers: TensorSource
+    scales: TensorSource
+    of_tensor: TensorSource | None
+
+    def read_codes(self, cut: Cut | None = None) -> Tensor:
+        """Returns the numbers in e4m3, [out, in] or a cut of it."""
+        packed = self.numbers.read()
+        codes = torch.stack((e4m3_of_e2m1(packed & 15), e4m3_of_e2m1(packed >> 4)), dim=-1)
+        codes = codes.flatten(1).view(torch.float8_e4m3fn)
+        return codes if cut is None else codes.narrow(cut.dim, cut.start, cut.length)
+
+    def read_scales(self) -> Tensor:
+        """Returns them, [out, groups] float32, with the tensor's; NaN where they are none."""
+        if self.of_tensor is None:
+            return powers(self.scales.read())
+        whole = self.of_tensor.read().float().reshape(())
+        scales = self.scales.read().float()
+        return scales / whole if self.how.form == "nvfp4" else scales * whole
+
+
+@dataclass(frozen=True)
+class Nvfp4Tensor(ScaledTensor):
+    """An NVFP4 weight, as the checkpoint has it."""
+
+    packed: PackedFloats
+
+
+def unpacked(
+    sources: dict[str, TensorSource], how: Packing, where: Path
+) -> dict[str, TensorSource]:
+    """Returns the tensors of a checkpoint with its packed weights as quantised ones, `X.weight`.
+
+    Args:
+        where: its config.json, for messages.
+
+    Raises:
+        CheckpointError: scales are missing, of another shape or dtype, or of no weight, or a weight
+            is there as floats too.
+    """
+    names, found = _NAMES[how.form], dict(sources)
+    ending = f".{names.numbers}"
+    for name, numbers in sources.items():
+        if not name.endswith(ending) or numbers.dtype != _BYTES:
+            continue
+        del found[name]
+        stem = name.removesuffix(names.numbers)
+        needed = ["weight_scale", *([names.of_tensor] if names.of_tensor else [])]
+        scales = [found.pop(stem + part, None) for part in needed]
+        lacking = [stem + part for part, s in zip(needed, scales, strict=True) if s is None]
+        if lacking:
+            raise CheckpointError(
+                f"{where.parent} holds {name}, but not {lacking[0]}. Copy the checkpoint again "
+                "from its source, all shards of it."
+            )
+        weight = f"{stem}weight"
+        if weight in found:
+            raise CheckpointError(
+                f"{where.parent} holds {weight} and {name}, which are one weight. Remove one of "
+                "them, or copy the checkpoint again from its source."
+            )
+        found[weight] = _weight(weight, how, numbers, [s for s in scales if s is not None])
+    for name in found:
+        stem, _, last = name.rpartition(".")
+        if last in ("weight_scale", names.of_tensor):
+            raise CheckpointError(
+                f"{where.parent} holds {name}, but {stem}.{names.numbers} is not there in "
+                f"{_BYTES}. Copy the checkpoint again from its source, all shards of it."
+            )
+    return found
+
+
+def _weight(
+    name: str, how: Packing, numbers: TensorSource, scales: list[TensorSource]
+) -> TensorSource:
+    """Returns what readers see of a packed weight."""
+    of_groups, of_tensor = scales[0], scales[1] if len(scales) > 1 else None
+    if len(numbers.shape) != 2 or numbers.shape[1] * 2 % how.group:
+        raise _unfit(numbers, f"must be [outputs, inputs / 2], of a multiple of {how.group} inputs")
+    shape = numbers.shape[0], numbers.shape[1] * 2
+    groups, dtype = (shape[0], shape[1] // how.group), _NAMES[how.form].dtype
+    if of_groups.shape != groups or of_groups.dtype != dtype:
+        raise _unfit(of_groups, f"must be {list(groups)} of {dtype} for {numbers.name}")
+    if of_tensor is not None and (math.prod(of_tensor.shape) != 1 or of_tensor.dtype not in FLOATS):
+        raise _unfit(of_tensor, f"must be one number of {' or '.join(FLOATS)}")
+    packed = PackedFloats(how, numbers, of_groups, of_tensor)
+    floats = replace(numbers, name=name, shape=shape)
+    codes = replace(floats, dtype=FP8, load=packed.read_codes, load_cut=packed.read_codes)
+    read = replace(of_groups, dtype="F32", load=packed.read_scales, load_cut=None)
+    kind = ScaledTensor if how.form == "mxfp4" else Nvfp4Tensor
+    more = {} if how.form == "mxfp4" else {"packed": packed}
+    return as_floats(floats, kind(codes, read, groups, (1, how.group), **more))
+
+
+def _unfit(tensor: TensorSource, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{tensor.name} in {tensor.path} has shape {list(tensor.shape)} and dtype {tensor.dtype}; "
+        f"it {what}. Check quantization_config in config.json, or copy the checkpoint again."
+    )

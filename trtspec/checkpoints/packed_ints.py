@@ -1,0 +1,326 @@
+"""Weights of 4 or 8 bits that lie packed in words of 32: AWQ, GPTQ, and compressed-tensors'
+`pack-quantized`.
+
+A weight is (number - zero) * scale. The columns of a group share a zero and a scale. X is a
+module's name, f = 32 / bits, and numbers lie in a word from its low bits on:
+
+    compressed-tensors
+        X.weight_packed      [out, in/f]      numbers, along `in`; signed, with 2^(bits-1) added
+        X.weight_zero_point  [out/f, groups]  zeros, along `out`, as the numbers; without it 0
+        X.weight_scale       [out, groups]
+        X.weight_shape       [2]              out, in
+    GPTQ
+        X.qweight            [in/f, out]      numbers, along `in`
+        X.qzeros             [groups, out/f]  zeros, along `out`; one too small in its first format
+        X.scales             [groups, out]
+    AWQ (gemm)
+        X.qweight            [in, out/f]      numbers, along `out`, in the order of `_AWQ_ORDER`
+        X.qzeros             [groups, out/f]  zeros, likewise
+        X.scales             [groups, out]
+
+`X.g_idx` or `X.weight_g_idx` [in] says which group a column belongs to, if not its neighbours'
+(GPTQ's `desc_act`).
+
+Differences of 4 bits are numbers of e4m3, so they are FP8 weights with scales of groups. Ones of
+8 bits, and groups that do not lie together, are floats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..distributed.parallel import Cut
+from ..errors import CheckpointError
+from .quantization import FP8, Packing
+from .scaled import ScaledTensor, as_floats
+from .tensors import FLOATS, TensorSource
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_INT = "I32"
+
+
+class Names(NamedTuple):
+    """What a module's tensors are called."""
+
+    numbers: str
+    scales: str
+    zeros: str
+    groups: str
+    shape: str | None = None
+
+
+_NAMES = {
+    "compressed": Names(
+        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"
+    ),
+    "gptq": Names("qweight", "scales", "qzeros", "g_idx"),
+    "awq": Names("qweight", "scales", "qzeros", "g_idx"),
+}
+
+
+@dataclass(frozen=True)
+class PackedInts:
+    """A weight [out, in] as the checkpoint has it."""
+
+    how: Packing
+    shape: tuple[int, int]
+    group: int  # columns
+    numbers: TensorSource
+    scales: TensorSource
+    zeros: TensorSource | None
+    groups: TensorSource | None
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Returns the numbers [out, in] and the zeros [out, groups], both uint8.
+
+        (A zero of 2^bits is one: GPTQ's first format can say so.)
+        """
+        numbers = _numbers(self.how, self.numbers.read())[:, : self.shape[1]]
+        return numbers, self._read_zeros()
+
+    def read_scales(self) -> Tensor:
+        """Returns them, [out, groups] float32.
+
+        Raises:
+            CheckpointError: one is NaN or infinite.
+        """
+        scales = self.scales.read().float()
+        if bad := int((~torch.isfinite(scales)).sum()):
+            raise CheckpointError(
+                f"{self.scales.name} in {self.scales.path} holds {bad} scales that are NaN or "
+                "infinite. Copy the checkpoint again from its source."
+            )
+        return scales if self.how.form == "compressed" else scales.t().contiguous()
+
+    def read_codes(self, cut: Cut | None = None) -> Tensor:
+        """Returns number - zero in e4m3, [out, in] or a cut of it; of 4 bits and whole groups."""
+        codes = self._differences().to(torch.float8_e4m3fn)
+        return codes if cut is None else codes.narrow(cut.dim, cut.start, cut.length)
+
+    def read_floats(self, cut: Cut | None = None) -> Tensor:
+        """Returns the weights in float32, [out, in] or a cut of it.
+
+        Raises:
+            CheckpointError: a scale is NaN or infinite, or a column is of no group.
+        """
+        scales = self.read_scales()
+        of_column = self._group_of_columns()
+        if of_column is None:
+            groups = torch.arange(self.shape[1]) // self.group
+            floats = self._differences().float() * scales[:, groups]
+        else:
+            numbers, zeros = self.read()
+            floats = (numbers.float() - zeros.float()[:, of_column]) * scales[:, of_column]
+        return floats if cut is None else floats.narrow(cut.dim, cut.start, cut.length)
+
+    @property
+    def has_whole_groups(self) -> bool:
+        """Whether a group is `group` neighbours."""
+        return self._group_of_columns() is None
+
+    def _differences(self) -> Tensor:
+        """number - zero, [out, in] int16, or int8 if it has room."""
+        numbers, zeros = self.read()
+        kind = torch.int8 if self.how.bits == 4 else torch.int16
+        whole = zeros.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+        return numbers.to(kind).sub_(whole.to(kind))
+
+    def _read_zeros(self) -> Tensor:
+        bits = self.how.bits
+        if self.zeros is None:
+            count = self.scales.shape[-1 if self.how.form == "compressed" else 0]
+            return torch.full((self.shape[0], count), 1 << (bits - 1), dtype=torch.uint8)
+        words = self.zeros.read()
+        if self.how.form == "compressed":
+            return _unpacked(words, bits, along=0)[: self.shape[0]]
+        zeros = _awq_numbers(words) if self.how.form == "awq" else _unpacked(words, bits, along=1)
+        return (zeros + self.how.adds_to_zeros).t().contiguous()
+
+    def _group_of_columns(self) -> Tensor | None:
+        """[in] int64; None if groups are whole."""
+        if self.groups is None:
+            return None
+        of_column, count = self.groups.read().long(), -(-self.shape[1] // self.group)
+        if bool(((of_column < 0) | (of_column >= count)).any()):
+            raise CheckpointError(
+                f"{self.groups.name} in {self.groups.path} names groups from "
+                f"{int(of_column.min())} to {int(of_column.max())}, but {self.scales.name} has "
+                f"{count} (0 to {count - 1}). Copy the checkpoint again from its source."
+            )
+        is_whole = torch.equal(of_column, torch.arange(self.shape[1]) // self.group)
+        return None if is_whole else of_column
+
+
+@dataclass(frozen=True)
+class Int4Tensor(ScaledTensor):
+    """A weight of 4 bits, as the checkpoint has it."""
+
+    packed: PackedInts
+
+
+def unpacked(
+    sources: dict[str, TensorSource], how: Packing, where: Path
+) -> dict[str, TensorSource]:
+    """Returns the tensors of a checkpoint with its packed weights as quantised ones, `X.weight`.
+
+    Args:
+        where: its config.json, for messages.
+
+    Raises:
+        CheckpointError: scales or zeros are missing, of another shape or dtype, or of no weight, or
+            a weight is there as floats too.
+    """
+    names, found = _NAMES[how.form], dict(sources)
+    ending = f".{names.numbers}"
+    for name in [name for name in sources if name.endswith(ending)]:
+        stem, numbers = name.removesuffix(names.numbers), found.pop(name)
+        scales, zeros, groups = (
+            found.pop(stem + part, None) for part in (names.scales, names.zeros, names.groups)
+        )
+        said = found.pop(f"{stem}{names.shape}", None)
+        lacking = [
+            stem + part
+            for part, tensor, is_needed in (
+                (names.scales, scales, True),
+                (names.zeros, zeros, how.has_zeros),
+                (names.groups, groups, how.has_groups),
+            )
+            if is_needed and tensor is None
+        ]
+        if scales is None or lacking:
+            raise CheckpointError(
+                f"{where.parent} holds {name}, but not {lacking[0]}. Copy the checkpoint again "
+                "from its source, all shards of it."
+            )
+        weight = f"{stem}weight"
+        if weight in found:
+            raise CheckpointError(
+                f"{where.parent} holds {weight} and {name}, which are one weight. Remove one of "
+                "them, or copy the checkpoint again from its source."
+            )
+        found[weight] = _weight(weight, _checked(how, numbers, scales, zeros, groups, said))
+    _refuse_left(found, names, where)
+    return found
+
+
+def _refuse_left(found: dict[str, TensorSource], names: Names, where: Path) -> None:
+    """Raises CheckpointError: scales or zeros without a weight."""
+    for name in found:
+        stem, _, last = name.rpartition(".")
+        if last in (names.scales, names.zeros, names.groups):
+            raise CheckpointError(
+                f"{where.parent} holds {name}, but not {stem}.{names.numbers}. Copy the checkpoint "
+                "again from its source, all shards of it."
+            )
+
+
+def _weight(name: str, packed: PackedInts) -> TensorSource:
+    """Returns what readers see of a packed weight."""
+    read = packed.read_floats
+    floats = replace(
+        packed.numbers, name=name, shape=packed.shape, dtype="F32", load=read, load_cut=read
+    )
+    if packed.how.bits != 4 or not packed.has_whole_groups:
+        return floats
+    codes = replace(floats, dtype=FP8, load=packed.read_codes, load_cut=packed.read_codes)
+    shape = packed.shape[0], -(-packed.shape[1] // packed.group)
+    scales = replace(
+        packed.scales, shape=shape, dtype="F32", load=packed.read_scales, load_cut=None
+    )
+    return as_floats(floats, Int4Tensor(codes, scales, shape, (1, packed.group), packed=packed))
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+def _checked(
+    how: Packing,
+    numbers: TensorSource,
+    scales: TensorSource,
+    zeros: TensorSource | None,
+    groups: TensorSource | None,
+    said: TensorSource | None,
+) -> PackedInts:
+    """Returns the weight of these tensors, whose shapes fit each other.
+
+    Args:
+        said: its shape. Without it no word has room left.
+    """
+    factor, is_rows = 32 // how.bits, how.form == "compressed"
+    for tensor, kinds in (
+        (numbers, (_INT,)),
+        (scales, FLOATS),
+        (zeros, (_INT,)),
+        (groups, (_INT,)),
+    ):
+        dims = 1 if tensor is groups else 2
+        if tensor is not None and (tensor.dtype not in kinds or len(tensor.shape) != dims):
+            raise _unfit(tensor, f"must be {dims}-dimensional, of {' or '.join(kinds)}")
+    if is_rows:
+        out, columns = numbers.shape[0], numbers.shape[1] * factor
+    elif how.form == "gptq":
+        columns, out = numbers.shape[0] * factor, numbers.shape[1]
+    else:
+        columns, out = numbers.shape[0], numbers.shape[1] * factor
+    if said is not None:
+        shape = said.read().tolist()
+        if len(shape) != 2 or shape[0] != out or -(-shape[1] // factor) * factor != columns:
+            raise CheckpointError(
+                f"{said.name} in {said.path} is {shape}, but {numbers.name} of "
+                f"{list(numbers.shape)} holds [{out}, {columns}] numbers of {how.bits} bits. Copy "
+                "the checkpoint again from its source."
+            )
+        columns = shape[1]
+    group = columns if how.group < 1 else min(how.group, columns)
+    expected = -(-columns // group)
+    _expect(scales, (out, expected) if is_rows else (expected, out), numbers)
+    if zeros is not None:
+        words = -(-out // factor)
+        _expect(zeros, (words, expected) if is_rows else (expected, words), numbers)
+    if groups is not None:
+        _expect(groups, (columns,), numbers)
+    return PackedInts(how, (out, columns), group, numbers, scales, zeros, groups)
+
+
+def _expect(tensor: TensorSource, shape: tuple[int, ...], of: TensorSource) -> None:
+    if tensor.shape != shape:
+        raise _unfit(tensor, f"must be {list(shape)} for {of.name} of {list(of.shape)}")
+
+
+def _unfit(tensor: TensorSource, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{tensor.name} in {tensor.path} has shape {list(tensor.shape)} and dtype {tensor.dtype}; "
+        f"it {what}. Check quantization_config in config.json (bits, group_size), or copy the "
+        "checkpoint again."
+    )
+
+
+# -- words -----------------------------------------------------------------------------------------
+def _numbers(how: Packing, words: Tensor) -> Tensor:
+    """Returns the numbers [out, in] uint8 of packed words."""
+    if how.form == "compressed":
+        return _unpacked(words, how.bits, along=1)
+    if how.form == "gptq":
+        return _pieces(words, how.bits).transpose(0, 1).flatten(1)  # [out, in / f, f]
+    return _awq_numbers(words).t().contiguous()
+
+
+def _pieces(words: Tensor, bits: int) -> Tensor:
+    """[..., n] int32 -> [..., n, 32 / bits] uint8, from the low bits on."""
+    parts = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    return parts if bits == 8 else torch.stack((parts & 15, parts >> 4), dim=-1).flatten(-2)
+
+
+def _unpacked(words: Tensor, bits: int, along: int) -> Tensor:
+    """[n, m] int32 -> [n * f, m] or [n, m * f] uint8, by the dimension in which numbers lie."""
+    pieces = _pieces(words, bits)
+    return pieces.flatten(1) if along == 1 else pieces.transpose(1, 2).flatten(0, 1)
+
+
+def _awq_numbers(words: Tensor) -> Tensor:
+    """[n, m] int32 -> [n, m * 8] uint8."""
+    places = torch.tensor(_AWQ_ORDER).argsort()
+    return _pieces(words, bits=4)[..., places].flatten(1)
