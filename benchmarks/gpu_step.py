@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from random_models import DFLASH_LAYERS, PRESETS, Model, in_memory, load_config_file
+from random_models import DFLASH_LAYERS, FOUR_BITS, PRESETS, Model, in_memory, load_config_file
 from step_report import (
     Row,
     further_drafts,
@@ -95,6 +95,8 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     device = resolve_device(args.device)
     raw = load_config_file(args.config) if args.config else PRESETS[args.preset]
+    if args.quant in FOUR_BITS:
+        raw = {**raw, "quantization_config": FOUR_BITS[args.quant]}
     longest = args.max_seq_len or _longest(args)
     model = Model(raw, longest, where=str(args.config or args.preset))
     report = header(args, device, longest)
@@ -194,7 +196,7 @@ def _engine(
                 dtype=args.kv_cache_dtype,
             ),
             attn_backend=args.attn_backend,
-            quant=args.quant,
+            quant=None if args.quant in FOUR_BITS else args.quant,
             cuda_graph_config=CudaGraphConfig(enable_autotuner=args.autotune),
         )
     yield llm
@@ -264,7 +266,7 @@ def _measure(
         blocks = dict.fromkeys(("dflash", "dflash2"), DFLASH_LAYERS)
         layers_that_attend = {"": 0, **blocks}.get(kind, k)
         bytes_read = {
-            "target_weights": model.target_weight_bytes(batch * (k + 1), args.quant == "fp8"),
+            "target_weights": model.target_weight_bytes(batch * (k + 1), args.quant),
             "target_kv": batch * model.kv_bytes(context) / (2 if _has_fp8_cache(args) else 1),
             "draft_weights": model.draft_weight_bytes(
                 kind, k, batch, args.draft_quant == "fp8", args.draft_tokens
@@ -312,8 +314,8 @@ def _parse() -> argparse.Namespace:
         )
     parser.add_argument(
         "--quant",
-        choices=("fp8",),
-        help="the target's layers in FP8; its lm_head stays in bfloat16",
+        choices=("fp8", *FOUR_BITS),
+        help="the target's layers in FP8, or as AWQ or NVFP4 has them; its lm_head is bfloat16",
     )
     parser.add_argument(
         "--draft-tokens",

@@ -41,6 +41,17 @@ ITEM_SIZE = 2  # bytes of bfloat16, which all weights and keys are
 FP8_OF_HEADS = *PRODUCTS_OF_HEADS, "gate_proj", "up_proj", "experts"
 """What checkpoints call the weights that a quantised head has in FP8."""
 MAX_DRAFT_VOCAB = 32_000
+FOUR_BITS = {
+    "int4": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
+    "nvfp4": {
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}},
+    },
+}  # fmt: skip
+"""quantization_config of targets whose layers have weights of 4 bits."""
+BYTES_OF_WEIGHTS = {None: 2.0, "fp8": 1.0, "int4": 0.5 + 4 / 128, "nvfp4": 0.5 + 1 / 16}
+"""With their scales, as a step reads them."""
+_QUANTIZED = "quantization_config"
 DFLASH_LAYERS = 5
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 
@@ -238,6 +249,8 @@ class Checkpoint:
         if name == "d2t":  # draft token i is target token i * stride
             stride = self.config["vocab_size"] // shape[0]
             return torch.arange(shape[0]) * (stride - 1)
+        if dtype_of(name) not in ("BF16", "U8"):
+            return _four_bits(name, shape, torch.device(device))
         empty = torch.empty(shape, dtype=torch.bfloat16, device=device)
         if dtype_of(name) == "U8":
             generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
@@ -253,11 +266,56 @@ class Checkpoint:
         return empty.normal_(0, shape[-1] ** -0.5, generator=generator)
 
 
+_DTYPES = {
+    "d2t": "I64", "_blocks": "U8", "_scales": "U8",  # MXFP4's
+    "qweight": "I32", "qzeros": "I32", ".scales": "F16",  # AWQ's
+    "weight_packed": "U8", "weight_scale": "F8_E4M3", "weight_global_scale": "F32",  # NVFP4's
+}  # fmt: skip
+
+
 def dtype_of(name: str) -> str:
     """As safetensors names it."""
-    if name.endswith(("_blocks", "_scales")):  # of MXFP4
-        return "U8"
-    return "I64" if name == "d2t" else "BF16"
+    return next((dtype for end, dtype in _DTYPES.items() if name.endswith(end)), "BF16")
+
+
+def _four_bits(name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """A tensor of AWQ or NVFP4, but for NVFP4's numbers: scales keep a vector's size."""
+    if name.endswith("qweight"):
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        words = torch.empty(shape, dtype=torch.int32, device=device)
+        return words.random_(-(2**31), 2**31 - 1, generator=generator)
+    if name.endswith("qzeros"):  # eight
+        return torch.full(shape, -0x77777778, dtype=torch.int32, device=device)
+    if name.endswith(".scales"):  # numbers less their zeros are some 4.6
+        scale = (shape[0] * 128) ** -0.5 / 4.6
+        return torch.full(shape, scale, dtype=torch.float16, device=device)
+    if name.endswith("weight_scale"):
+        return torch.ones(shape, device=device).to(torch.float8_e4m3fn)
+    return torch.full(shape, 3.0 * 4096**0.5, device=device)
+
+
+def _packed_in_four_bits(shapes: Shapes, kind: str) -> Shapes:
+    """The layers' products as AWQ or NVFP4 has them, where 128 divides their inputs."""
+    found: Shapes = {}
+    for name, shape in shapes.items():
+        stem = name.removesuffix("weight")
+        if ".layers." not in name or not name.endswith("_proj.weight") or shape[-1] % 128:
+            found[name] = shape
+            continue
+        out, columns = shape
+        if kind == "int4":
+            found |= {
+                f"{stem}qweight": (columns, out // 8),
+                f"{stem}qzeros": (columns // 128, out // 8),
+                f"{stem}scales": (columns // 128, out),
+            }
+        else:
+            found |= {
+                f"{stem}weight_packed": (out, columns // 2),
+                f"{stem}weight_scale": (out, columns // 16),
+                f"{stem}weight_global_scale": (1,),
+            }
+    return found
 
 
 class Model:
@@ -280,8 +338,11 @@ class Model:
         self.decoder: DecoderConfig = decoder
         self.draft_vocab = min(wanted_draft_vocab, decoder.vocab_size // 2)
 
-    def target(self, num_mtp_layers: int = 0) -> Checkpoint:
-        """The target, with MTP layers (DeepSeek's names) after its own."""
+    def target(self, num_mtp_layers: int = 0, is_packed: bool = True) -> Checkpoint:
+        """The target, with MTP layers (DeepSeek's names) after its own.
+
+        is_packed: weights of 4 bits are, where the config says so.
+        """
         c = self.decoder
         with torch.device("meta"):
             places = placements(Decoder(c, TorchAttention()))
@@ -296,11 +357,14 @@ class Model:
         layer = _below(f"model.layers.{c.num_layers - 1}.", shapes)
         for i in range(c.num_layers, c.num_layers + num_mtp_layers):
             shapes |= self._mtp_layer(layer, f"model.layers.{i}.")
+        kind = next((k for k, of in FOUR_BITS.items() if of == self.raw.get(_QUANTIZED)), None)
+        if is_packed and kind is not None:
+            shapes = _packed_in_four_bits(shapes, kind)
         return Checkpoint({**self.raw, "num_nextn_predict_layers": num_mtp_layers}, shapes)
 
     def _stack(self, name: str, count: int, rows: int, columns: int) -> Shapes:
         """gpt-oss's experts, in MXFP4 where its config says so."""
-        if "quantization_config" not in self.raw:
+        if _QUANTIZED not in self.raw:
             return {name: (count, columns, rows)}
         groups = count, rows, columns // 32
         return {f"{name}_blocks": (*groups, 16), f"{name}_scales": groups}
@@ -397,13 +461,13 @@ class Model:
         return {f"{prefix}{name}": shape for name, shape in (layer | ends).items()}
 
     # -- bytes that a step cannot avoid to read --------------------------------------------------
-    def target_weight_bytes(self, rows: int, is_fp8: bool = False) -> float:
+    def target_weight_bytes(self, rows: int, kind: str | None = None) -> float:
         """Everything but the embedding, of which a step reads a few rows, and the experts that
-        none of its rows goes to. In FP8 layers take half."""
+        none of its rows goes to. kind: of the layers' weights, of `BYTES_OF_WEIGHTS`."""
         c = self.decoder
-        shapes = {n: s for n, s in self.target().shapes.items() if ".layers." in n}
+        shapes = {n: s for n, s in self.target(is_packed=False).shapes.items() if ".layers." in n}
         ends = c.vocab_size * c.hidden_size * ITEM_SIZE
-        return self._bytes(shapes, rows) / (2 if is_fp8 else 1) + ends
+        return self._bytes(shapes, rows) * BYTES_OF_WEIGHTS[kind] / ITEM_SIZE + ends
 
     def draft_weight_bytes(
         self, kind: str, num_passes: int, batch: int, is_fp8: bool = False, num_tokens: int = 0

@@ -59,15 +59,49 @@ void run_fp8(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
                       : trtspec::launch_fp8_linear<true>(epilogue, p, stream_of(x)));
 }
 
+// Calls `run` with the form that records of these bytes have.
+template <typename Run>
+cudaError_t by_form(int record, Run run) {
+  using trtspec::FourBits;
+  constexpr FourBits kWide = FourBits::kWide, kNarrow = FourBits::kNarrow, kFloats = FourBits::kFloats;
+  switch (record) {
+    case trtspec::kFourBitRecord<kWide>: return run(std::integral_constant<FourBits, kWide>());
+    case trtspec::kFourBitRecord<kNarrow>: return run(std::integral_constant<FourBits, kNarrow>());
+    case trtspec::kFourBitRecord<kFloats>: return run(std::integral_constant<FourBits, kFloats>());
+  }
+  return cudaErrorInvalidValue;
+}
+
+void run_four_bits(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
+  check(p.rows <= trtspec::kMaxFourBitRows && p.n % 16 == 0, "4 bits: at most 16 rows, outputs by 16");
+  check(x.dtype().code == kDLBfloat && p.x1 == nullptr, "weights of 4 bits are for one bfloat16 input");
+  check(by_form(p.record, [&](auto form) {
+    return trtspec::launch_four_bits<form.value>(epilogue, p, stream_of(x));
+  }));
+}
+
 void run(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
   check(p.rows <= trtspec::kMaxLinearRows, "at most 256 rows");
   check(p.k % 32 == 0 && p.k_split % 32 == 0, "input sizes must be multiples of 32");
   check(p.k_split == p.k || p.k_split * 2 == p.k, "two inputs must be of one size");
   if (p.rows == 0) return;
+  if (p.record != 0) return run_four_bits(epilogue, p, x);
   if (p.scales != nullptr) return run_fp8(epilogue, p, x);
   by_half_type(x, [&](auto type) {
     return trtspec::launch_linear<decltype(type)>(epilogue, p, stream_of(x));
   });
+}
+
+// [n / 8, k / 128, bytes], and of floats a scale for each row.
+void set_four_bits(LinearParams& p, const TensorView& weight, const Optional<TensorView>& scales) {
+  p.weight = weight.data_ptr(), p.record = static_cast<int>(weight.size(2));
+  p.n = static_cast<int>(weight.size(0)) * 8;
+  check(is_dense(weight) && is_aligned(p.weight), "records in one piece, by 16 bytes");
+  const bool has_scales = p.record == trtspec::kFourBitRecord<trtspec::FourBits::kFloats>;
+  check(scales.has_value() == has_scales, "NVFP4 weights have scales of rows, integers none");
+  if (!has_scales) return;
+  p.scales = static_cast<const float*>(scales.value().data_ptr());
+  check(is_dense(scales.value()) && scales.value().size(0) == p.n, "a scale for each row");
 }
 
 LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,
@@ -88,7 +122,14 @@ LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,
   p.offset = static_cast<float>(offset);
   p.weight = weight.data_ptr(), p.bias = data(bias);
   p.rows = static_cast<int>(x0.size(0)), p.n = static_cast<int>(weight.size(0));
-  check(weight.size(1) == p.k, "the weight's columns must be the inputs'");
+  p.out = out.data_ptr(), p.out_stride = out.stride(0);
+  const bool has_records = weight.ndim() == 3;
+  check(weight.size(1) * (has_records ? trtspec::kFourBitStep : 1) == p.k,
+        "the weight's columns must be the inputs'");
+  if (has_records) {
+    set_four_bits(p, weight, scales);
+    return p;
+  }
   check(scales.has_value() == (weight.dtype().bits == 8), "FP8 weights have scales, no others");
   if (scales.has_value()) {
     const TensorView& of = scales.value();
@@ -97,7 +138,6 @@ LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,
     check(is_dense(of) && of.size(0) == p.n && (p.k + group - 1) / group == p.groups,
           "a scale for each group of each row");
   }
-  p.out = out.data_ptr(), p.out_stride = out.stride(0);
   return p;
 }
 
@@ -574,9 +614,44 @@ void update_window(TensorView hidden, TensorView ids, TensorView last, TensorVie
       count, stream_of(hidden)));
 }
 
+// sums [parts, rows, n] float32.
+void four_bit_tiles(TensorView x, TensorView weight, Optional<TensorView> scales, TensorView sums) {
+  LinearParams p = {};
+  set_four_bits(p, weight, scales);
+  trtspec::FourBitTileParams tiles = {};
+  tiles.x = x.data_ptr(), tiles.x_stride = x.stride(0), tiles.rows = static_cast<int>(x.size(0));
+  tiles.weight = p.weight, tiles.scales = p.scales, tiles.n = p.n, tiles.k = static_cast<int>(x.size(1));
+  tiles.sums = static_cast<float*>(sums.data_ptr());
+  const int steps = tiles.k / trtspec::kFourBitStep, parts = static_cast<int>(sums.size(0));
+  check(x.dtype().code == kDLBfloat && is_aligned(tiles.x) && tiles.x_stride % 8 == 0 && x.stride(1) == 1,
+        "rows in bfloat16, by 16 bytes");
+  check(weight.size(1) * trtspec::kFourBitStep == tiles.k, "the weight's columns must be the inputs'");
+  check(is_dense(sums) && sums.size(1) == tiles.rows && sums.size(2) == p.n && sums.dtype().bits == 32,
+        "room for the sums of each part");
+  check(0 < tiles.rows && 0 < parts && parts <= steps, "rows, and a step for each part");
+  tiles.steps = (steps + parts - 1) / parts;
+  check(tiles.steps * (parts - 1) < steps, "no part without a step");
+  check(by_form(p.record, [&](auto form) {
+    return trtspec::launch_four_bit_tiles<form.value>(tiles, parts, stream_of(x));
+  }));
+}
+
+void widen_four_bits(TensorView weight, Optional<TensorView> scales, TensorView out) {
+  LinearParams p = {};
+  p.k = static_cast<int>(weight.size(1)) * trtspec::kFourBitStep;
+  set_four_bits(p, weight, scales);
+  check(is_dense(out) && out.size(0) == p.n && out.size(1) == p.k && out.dtype().code == kDLBfloat,
+        "room for the weight in bfloat16");
+  p.out = out.data_ptr();
+  check(by_form(p.record,
+                [&](auto form) { return trtspec::launch_widen<form.value>(p, stream_of(weight)); }));
+}
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, linear);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(four_bit_tiles, four_bit_tiles);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(widen_four_bits, widen_four_bits);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_gated, linear_gated);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_rope, linear_rope);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(experts, experts);

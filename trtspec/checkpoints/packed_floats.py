@@ -60,6 +60,24 @@ class PackedFloats:
     scales: TensorSource
     of_tensor: TensorSource | None
 
+    def read(self) -> tuple[Tensor, Tensor, float]:
+        """Returns the codes [out, in] uint8, their scales [out, groups], and the tensor's: what
+        they are all multiplied by.
+
+        Raises:
+            CheckpointError: a scale is NaN or infinite.
+        """
+        bad = int((~torch.isfinite(self.read_scales())).sum())
+        if bad:
+            raise CheckpointError(
+                f"{self.scales.name} in {self.scales.path} holds {bad} scales that are NaN or "
+                "infinite. Copy the checkpoint again from its source."
+            )
+        assert self.of_tensor is not None
+        packed, whole = self.numbers.read(), self.of_tensor.read().float().reshape(())
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+        return codes, self.scales.read(), float(1 / whole if self.how.form == "nvfp4" else whole)
+
     def read_codes(self, cut: Cut | None = None) -> Tensor:
         """Returns the numbers in e4m3, [out, in] or a cut of it."""
         packed = self.numbers.read()

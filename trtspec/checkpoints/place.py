@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import native
 from ..attention.base import AttentionBackend
 from ..distributed.parallel import Cut
 from ..errors import CheckpointError
@@ -26,9 +27,14 @@ from ..layers.linear import Linear
 from ..models.placement import Placement
 from ..ops.experts import fp4
 from ..ops.experts.fp4 import Fp4Weight
+from ..ops.layer import four_bits
+from ..ops.layer.four_bits import FourBitWeight
 from ..ops.layer.fp8 import FP8, Fp8Weight, dequantize, has_fp8, quantize
 from ..ops.layer.kv_codes import as_bytes
+from .four_bit_parts import FourBitParts, packed_group
 from .mxfp4 import Mxfp4Tensor
+from .packed_floats import Nvfp4Tensor
+from .packed_ints import Int4Tensor
 from .tensors import TensorSource
 
 logger = logging.getLogger(__name__)
@@ -44,7 +50,7 @@ WEIGHTS_AT_ONCE = 1 << 24
 """Weights that are quantised at once; what that takes beside the model is small."""
 
 _Leaf = tuple[str, str]
-_Into = Tensor | Fp8Weight | Fp4Weight
+_Into = Tensor | Fp8Weight | Fp4Weight | FourBitWeight | FourBitParts
 
 
 @dataclass(frozen=True)
@@ -107,12 +113,15 @@ def place_tensors(
     into: dict[_Leaf, _Into] = {}
     dtype, device, form = options.dtype, options.device, options.form
     of_four_bits = _of_four_bits(placement_of, sources, form)
+    packed = _packed_products(model, placement_of, sources, options)
     groups = _groups(model, placement_of, sources, form)
     for placement in placement_of.values():
         leaf = _leaf(placement)
         if leaf not in into:
             shape = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
-            if leaf[0] in of_four_bits and leaf[1] in _STACKS:
+            if leaf in packed:
+                into[leaf] = FourBitParts(shape, packed[leaf], device)
+            elif leaf[0] in of_four_bits and leaf[1] in _STACKS:
                 into[leaf] = fp4.empty(shape, device)
             elif leaf in groups:
                 into[leaf] = _empty_fp8(shape, groups[leaf], device)
@@ -127,7 +136,11 @@ def place_tensors(
             to = _each(to, itemgetter(placement.expert))
         if placement.cut is not None and placement.module.endswith("lm_head"):
             _zero_from(to, placement.shape[placement.dim])
-        if isinstance(to, Fp4Weight):
+        if isinstance(to, FourBitParts):
+            to.place(sources[name], placement)
+            if to.is_complete:
+                into[leaf] = to.packed()
+        elif isinstance(to, Fp4Weight):
             _place_fp4(to, sources[name], placement)
         elif leaf in groups or (form.quantizes and _is_of_product(model, placement, form)):
             _place_product(to, sources[name], placement, device)
@@ -164,9 +177,9 @@ def _leaf(placement: Placement) -> _Leaf:
 
 def _each(into: _Into, take: Callable[[Tensor], Tensor]) -> _Into:
     """Returns a part of a parameter: of FP8 ones, of codes and scales."""
-    assert not isinstance(into, Fp4Weight)
     if isinstance(into, Fp8Weight):
         return Fp8Weight(take(into.codes), take(into.scales), into.group)
+    assert isinstance(into, Tensor)
     return take(into)
 
 
@@ -189,16 +202,7 @@ def _place_floats(to: Tensor, source: TensorSource, placement: Placement) -> Non
     if placement.offset:
         tensor = tensor.float() + placement.offset
     length = placement.shape[placement.dim]
-    to.narrow(placement.dim, placement.start, length).copy_(_arranged(tensor, placement))
-
-
-def _arranged(tensor: Tensor, placement: Placement) -> Tensor:
-    """Returns what was read as the parameter has it: this rank's experts, and rows in order."""
-    if placement.experts is not None:
-        tensor = tensor.narrow(0, placement.experts.start, placement.experts.length)
-    if placement.order is not None:
-        tensor = tensor.index_select(placement.dim, placement.order.to(tensor.device))
-    return tensor
+    to.narrow(placement.dim, placement.start, length).copy_(placement.arranged(tensor))
 
 
 # -- FP8 -------------------------------------------------------------------------------------------
@@ -266,13 +270,13 @@ def _place_product(
     scaled = source.scaled
     if scaled is not None and scaled.is_fp8:
         weight = scaled.read(placement.cut)
-        codes = _arranged(as_bytes(weight.codes), placement).view(weight.codes.dtype)
-        _copy(to, Fp8Weight(codes, _arranged(weight.scales, placement), weight.group))
+        codes = placement.arranged(as_bytes(weight.codes)).view(weight.codes.dtype)
+        _copy(to, Fp8Weight(codes, placement.arranged(weight.scales), weight.group))
         return
     cut = placement.cut
     cuts_columns = cut is not None and cut.dim == len(source.shape) - 1
     # A row's scale is of the whole row: the model is the same over any number of ranks.
-    tensor = _arranged(source.read(None if cuts_columns else cut), placement)
+    tensor = placement.arranged(source.read(None if cuts_columns else cut))
     columns = cut if cuts_columns else None
     _quantize_into(to, tensor, device, f"{source.name} in {source.path}", columns)
 
@@ -355,9 +359,56 @@ def _place_fp4(to: Fp4Weight, source: TensorSource, placement: Placement) -> Non
     # Put in order on the device, where that takes five times a few experts' memory.
     for first in range(0, len(to.codes), _EXPERTS_AT_ONCE):
         few = slice(first, first + _EXPERTS_AT_ONCE)
-        blocks, scales = (_arranged(part[few].to(to.codes.device), of_rows) for part in parts)
+        blocks, scales = (of_rows.arranged(part[few].to(to.codes.device)) for part in parts)
         for part, tensor in zip(to, fp4.from_checkpoint(blocks, scales), strict=True):
             part[few].copy_(tensor)
+
+
+# -- INT4 and NVFP4 --------------------------------------------------------------------------------
+def _packed_products(
+    model: nn.Module,
+    placement_of: Mapping[str, Placement],
+    sources: Mapping[str, TensorSource],
+    options: LoadOptions,
+) -> dict[_Leaf, int]:
+    """Returns the products whose weights stay INT4 or NVFP4, and the columns that share a scale."""
+    form = options.form
+    if not form.keeps_fp8 or form.is_of_head:
+        return {}
+    parts: dict[_Leaf, list[int | None]] = defaultdict(list)
+    for name, placement in placement_of.items():
+        if isinstance(sources[name].scaled, Int4Tensor | Nvfp4Tensor):
+            is_product = _is_of_product(model, placement, form)
+            is_linear = is_product and isinstance(model.get_submodule(placement.module), Linear)
+            group = packed_group(sources[name], placement) if is_linear else None
+        else:
+            group = None
+        parts[_leaf(placement)].append(group)
+    found = {
+        leaf: groups[0]
+        for leaf, groups in parts.items()
+        if groups[0] is not None and len(set(groups)) == 1 and _is_whole(model, leaf)
+    }
+    return found if found and _has_four_bits(options) else {}
+
+
+def _has_four_bits(options: LoadOptions) -> bool:
+    """Whether there are kernels for weights of 4 bits."""
+    if native.kernels(torch.empty(0, device=options.device)) is None:
+        return False
+    if options.dtype != torch.bfloat16:
+        logger.warning(
+            "The checkpoint's 4-bit weights stay so with dtype='bfloat16' alone. In %s they take "
+            "twice the memory or more, and longer.",
+            options.dtype,
+        )
+    return options.dtype == torch.bfloat16
+
+
+def _is_whole(model: nn.Module, leaf: _Leaf) -> bool:
+    """Whether records divide a weight."""
+    out, columns = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
+    return out % (2 * four_bits.ROWS) == 0 and columns % four_bits.STEP == 0
 
 
 def _hold(model: nn.Module, into: Mapping[_Leaf, _Into]) -> None:
@@ -366,15 +417,19 @@ def _hold(model: nn.Module, into: Mapping[_Leaf, _Into]) -> None:
         module = model.get_submodule(name)
         if isinstance(tensors, Tensor):
             setattr(module, leaf, nn.Parameter(tensors, requires_grad=False))
+        elif isinstance(tensors, FourBitWeight):
+            assert isinstance(module, Linear)
+            module.hold_four_bits(tensors)
         elif isinstance(module, Linear):
             assert isinstance(tensors, Fp8Weight)
             module.hold_fp8(tensors)
         elif isinstance(module, Experts) and leaf == "gate_up_proj":
             down = into[name, "down_proj"]
-            assert not isinstance(down, Tensor)
+            assert isinstance(tensors, Fp8Weight | Fp4Weight)
+            assert isinstance(down, Fp8Weight | Fp4Weight)
             module.hold(tensors, down)
-    for kind, name in ((Fp8Weight, "FP8"), (Fp4Weight, "MXFP4")):
+    for kind, name in ((Fp8Weight, "FP8"), (Fp4Weight, "MXFP4"), (FourBitWeight, "4-bit")):
         kept = [weight for weight in into.values() if isinstance(weight, kind)]
         if kept:
-            size = sum(t.nbytes for weight in kept for t in (weight.codes, weight.scales))
+            size = sum(t.nbytes for weight in kept for t in weight if isinstance(t, Tensor))
             logger.info("%d matrices have %s weights: %.2f GiB.", len(kept), name, size / 2**30)

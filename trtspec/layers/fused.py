@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .. import native
 from ..distributed.comm import ALONE
-from ..ops.layer import cublaslt, fp8
+from ..ops.layer import cublaslt, four_bits, fp8
 from ..ops.layer.activation import GateAndMul
 from ..ops.layer.copy import copy_rows
 from ..ops.layer.fp8 import Fp8Rows
@@ -62,6 +62,9 @@ MAX_NORMED_BYTES, MAX_NORMED_BYTES_OF_DEEP = 104 << 10, 140 << 10
 MAX_ROWS_OF_FP8 = 8
 MAX_RESTING_BYTES = 140 << 10
 """What the kernel for FP8 weights holds of all rows, at most kMaxResting in csrc."""
+MAX_ROWS_OF_FOUR_BITS = 16
+MAX_NORMED_BYTES_OF_FOUR_BITS = 68 << 10, 140 << 10
+"""What the kernel for weights of 4 bits holds of up to 8 normed rows, and of more."""
 
 
 def linear(
@@ -141,9 +144,14 @@ def _unfused(
         rows = fp8.quantize_rows(x, norms[0] if norms and alone else None)
         return _of_codes(rows, layer, x.dtype, residual, in_place)
     x = _side_by_side(inputs, norms)
+    packed = layer.four_bits if type(layer) is Linear else None
+    if packed is not None and norms and is_one_kernel((x,), layer, ()):
+        return _own_part((x,), layer, (), residual, in_place, copy_to=None)
     if residual is None:
         return layer(x)
     if in_place and x.is_cuda and layer.bias is None:
+        if packed is not None:
+            return four_bits.multiply(x, packed, residual)
         if (weight := layer.fp8) is not None:
             return fp8.multiply_floats(x, weight, residual)
         if cublaslt.multiply(x, layer.weight, residual) is not None:
@@ -272,21 +280,23 @@ def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
     x = inputs[0]
     if not (x.is_cuda and 0 < x.shape[0] <= MAX_TILED_ROWS):
         return None
-    if type(layer) is not Linear or layer.weight is None:
+    if type(layer) is not Linear or (layer.weight is None and layer.records is None):
         return None
     if x.dtype != torch.bfloat16 and (x.dtype != torch.float16 or norms):
         return None  # x times a norm's weight may leave fp16's range before it is scaled
     if len({norm.offset for norm in norms}) > 1:
         return None
-    weight = layer.weight
     if _wants_gradient(layer, norms, *inputs):
         return None  # the kernels have no derivative
     tensors = [*(norm.weight for norm in norms), *([] if layer.bias is None else [layer.bias])]
-    if layer.fp8 is not None:
+    if layer.weight is None:
+        if not _reads_four_bits(inputs, bool(norms)):
+            return None
+    elif layer.fp8 is not None:
         if not _reads_fp8(layer, inputs):
             return None
-    elif _reads_floats(weight, inputs, bool(norms)):
-        tensors.append(weight)
+    elif _reads_floats(layer.weight, inputs, bool(norms)):
+        tensors.append(layer.weight)
     else:
         return None
     if any(t.dtype != x.dtype or not t.is_contiguous() or t.data_ptr() % 16 for t in tensors):
@@ -324,6 +334,14 @@ def _reads_fp8(layer: Linear, inputs: Inputs) -> bool:
         return False
     is_dense = layer.weight.is_contiguous() and layer.scales.is_contiguous()
     return is_dense and layer.weight.data_ptr() % 16 == 0
+
+
+def _reads_four_bits(inputs: Inputs, has_norms: bool) -> bool:
+    """Whether the kernel for weights of 4 bits reads these rows, and holds normed ones."""
+    rows, size = inputs[0].shape
+    if len(inputs) > 1 or inputs[0].dtype != torch.bfloat16 or rows > MAX_ROWS_OF_FOUR_BITS:
+        return False
+    return not has_norms or rows * (2 * size + 64) <= MAX_NORMED_BYTES_OF_FOUR_BITS[rows > 8]
 
 
 def _wants_gradient(layer: Any, norms: Norms, *tensors: Tensor | None) -> bool:
@@ -365,6 +383,7 @@ def _arguments(inputs: Inputs, norms: Norms, layer: Linear) -> tuple[Tensor | fl
 
 def _weight(layer: Linear) -> tuple[Tensor | int | None, ...]:
     """Returns weight, scales, group, bias as the kernels take them."""
-    assert layer.weight is not None
+    if layer.weight is None:
+        return layer.records, layer.row_scales, 0, layer.bias
     codes = layer.weight if layer.scales is None else layer.weight.view(torch.uint8)
     return codes, layer.scales, layer.group, layer.bias

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from ..distributed.comm import ALONE, Communicator
 from ..distributed.parallel import WHOLE, Shard
 from ..ops.launch.machine import INVARIANT_ROWS
-from ..ops.layer import cublaslt, fp8
+from ..ops.layer import cublaslt, four_bits, fp8
+from ..ops.layer.four_bits import FourBitWeight
 from ..ops.layer.fp8 import Fp8Weight
 
 _PACK_ROWS_HINT = 8  # a decoding step has few rows; prefill is not slower for it
@@ -31,7 +32,8 @@ _PACK_ROWS_HINT = 8  # a decoding step has few rows; prefill is not slower for i
 class Linear(nn.Module):
     """y = x W^T + b. `weight` [out, in]; after `pack()` on CPU the packed copy replaces it.
 
-    After `hold_fp8` the weight has FP8 codes, and `scales` what they are multiplied by.
+    After `hold_fp8` the weight has FP8 codes, and `scales` what they are multiplied by. After
+    `hold_four_bits` there is `four_bits` in place of a weight.
 
     Args:
         in_features, out_features: of the part of the weight that this rank holds.
@@ -57,6 +59,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self.scales: nn.Parameter | None = None  # [out, ceil(in / group)] float32, of FP8 codes
         self.group = in_features
+        self.records: nn.Parameter | None = None  # of `FourBitWeight`
+        self.row_scales: nn.Parameter | None = None
         self._packed: Tensor | None = None
         self._min_rows = 1
 
@@ -82,6 +86,18 @@ class Linear(nn.Module):
         if self.scales is None or self.weight is None:
             return None
         return Fp8Weight(self.weight, self.scales, self.group)
+
+    def hold_four_bits(self, weight: FourBitWeight) -> None:
+        """Replaces the weight by one of 4 bits, which this keeps as it is."""
+        self.weight = None
+        self.records = nn.Parameter(weight.records, requires_grad=False)
+        if weight.row_scales is not None:
+            self.row_scales = nn.Parameter(weight.row_scales, requires_grad=False)
+
+    @property
+    def four_bits(self) -> FourBitWeight | None:
+        """The weight where it has 4 bits, else None."""
+        return None if self.records is None else FourBitWeight(self.records, self.row_scales)
 
     def pack(self) -> None:
         """Replaces the weight by oneDNN's layout where the CPU can use it; else does nothing.
@@ -123,6 +139,8 @@ class Linear(nn.Module):
                 x = torch.cat((x, x)) if self._min_rows == 2 else _pad_rows(x, self._min_rows)
                 return _multiply(x, self._packed, self.bias)[:rows]
             return _multiply(x, self._packed, self.bias)
+        if (packed := self.four_bits) is not None:
+            return four_bits.multiply(x, packed, bias=self.bias)
         assert self.weight is not None
         if (held := self.fp8) is not None:
             return fp8.multiply(x, held, self.bias)

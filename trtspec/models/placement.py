@@ -40,6 +40,14 @@ class Placement:
             shape[cut.dim] = cut.full
         return tuple(shape)
 
+    def arranged(self, tensor: Tensor) -> Tensor:
+        """Returns what was read as the parameter has it: this rank's experts, rows in order."""
+        if self.experts is not None:
+            tensor = tensor.narrow(0, self.experts.start, self.experts.length)
+        if self.order is not None:
+            tensor = tensor.index_select(self.dim, self.order.to(tensor.device))
+        return tensor
+
 
 def beside(module: str, tensor: str) -> str:
     """Returns the name of a tensor that the checkpoint has beside a module, not within it."""

@@ -67,7 +67,7 @@ struct FourBitShared {
   static constexpr int kScales = kCodes * 8 * kFourBitScales<F>;  // of a warp and a stage
   static constexpr int kStage = kFourBitWarps * (kCodes * 512 + kScales);
   static constexpr int kSums = kColumns == 1 ? 2 : 1;
-  static constexpr int kDepth = kTiles == 1 ? 6 : 3, kRing = kDepth * kStage;
+  static constexpr int kDepth = kTiles * kColumns == 1 ? 6 : 3, kRing = kDepth * kStage;
 };
 
 // kTiles: tiles of 16 outputs that are made at once. kColumns: tiles of 8 rows of x.
@@ -279,6 +279,40 @@ __global__ void __launch_bounds__(kFourBitWarps * 32)
     }
     if constexpr (kNorm) lo *= scales[own_m], hi *= scales[own_m];
     finish<bf16, E>(p, own_m, n_lo, n_hi, lo * lo_scale, hi * hi_scale, ending);
+  }
+}
+
+// The weights in bf16, [n, k] at p.out, each rounded once: of a warp one record.
+template <FourBits F>
+__global__ void widen_records(const __grid_constant__ LinearParams p) {
+  const int steps = p.k / kFourBitStep, record = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  wait_for_previous();
+  let_next_start();
+  if (record >= p.n / 8 * steps) return;
+  const int row = record / steps * 8 + g;
+  const char* const from = static_cast<const char*>(p.weight) + static_cast<int64_t>(record) * kFourBitRecord<F>;
+  const uint4 words = *reinterpret_cast<const uint4*>(from + lane * 16);
+  const auto entries = reinterpret_cast<const uint32_t*>(from + kFourBitCodes + g * kFourBitScales<F>);
+  bf16* const to = static_cast<bf16*>(p.out) + static_cast<int64_t>(row) * p.k + record % steps * kFourBitStep;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t pairs[4];
+    float scale, less = 0.0f;
+    if constexpr (F == FourBits::kFloats) {
+      widen_floats(word_of(words, i), power_of_scale(entries[i / 2], i % 2 * 2 + t / 2), pairs);
+      scale = p.scales[row];
+    } else {
+      widen_integers(word_of(words, i), 0x41804180u, pairs);
+      const FourBitGroup group = group_of(entries[F == FourBits::kNarrow ? i : 0]);
+      scale = group.scale, less = group.less;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 both = unpack(pairs[j], bf16());
+      pairs[j] = pack((both.x + less) * scale, (both.y + less) * scale, bf16());
+    }
+    *reinterpret_cast<uint4*>(to + i * 32 + t * 8) = {pairs[0], pairs[1], pairs[2], pairs[3]};
   }
 }
 

@@ -9,6 +9,7 @@
 #include "delta_rule.cuh"
 #include "expert_linear.cuh"
 #include "expert_tiles.cuh"
+#include "four_bit_tiles.cuh"
 #include "markov_walk.cuh"
 #include "prompt_attention.cuh"
 #include "skinny_linear.cuh"
@@ -27,6 +28,17 @@ cudaError_t launch_linear(Epilogue epilogue, const LinearParams& params, cudaStr
 constexpr int kMaxFp8Rows = 8;
 template <bool kGroups>
 cudaError_t launch_fp8_linear(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
+
+// Weights of 4 bits, bf16 otherwise. Rows 1 … kMaxFourBitRows, normed ones as many as fit into shared memory;
+// n a multiple of 16, k of 128; one input. What is gated has a norm.
+template <FourBits F>
+cudaError_t launch_four_bits(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
+// More rows of the same. Sums of `parts` parts of K, params.steps each, stay apart.
+template <FourBits F>
+cudaError_t launch_four_bit_tiles(const FourBitTileParams& params, int parts, cudaStream_t stream);
+// Those weights in bf16, [n, k] at `out`.
+template <FourBits F>
+cudaError_t launch_widen(const LinearParams& params, cudaStream_t stream);
 
 // Rows 1 … kExpertRows, up to kMaxChoices experts of kMaxExperts each. Weights of 16 bits, or with bf16
 // of 8 (FP8) or 4 (MXFP4).

@@ -31,6 +31,7 @@ struct LinearParams {
   const void* weight;  // [n, k]
   const float* scales;  // [n, groups] of FP8 codes, null: of no others
   int group, groups;    // columns that share a scale; scales of a row
+  int record;           // bytes of one of weights of 4 bits (four_bit_linear.cuh), 0: of no others
   const void* bias;    // [n], null: none
   int rows, n, k;
   void* out;  // [rows, n]; gated [rows, n/2]; RoPE: the queries, [rows, q_heads * dim]

@@ -7,6 +7,7 @@ between passes is one device tensor, which the host sends in one copy.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -56,12 +57,18 @@ def seconds_of_row(target: Decoder) -> float:
     seconds = 0.0
     for i, layer in enumerate(target.layers):
         moe, codes = target.config.moe_of_layer(i), _fp8_weights(layer)
+        packed = {
+            id(module.records): weight.shape
+            for module in layer.modules()
+            if isinstance(module, Linear) and (weight := module.four_bits) is not None
+        }
         for name, parameter in layer.named_parameters():
             if name.endswith("scales"):
                 continue
             share = moe.experts_per_token / moe.num_experts if moe and ".experts." in name else 1
             flops = FLOPS_FP8 if id(parameter) in codes else full
-            seconds += 2 * parameter.numel() * share / flops
+            count = math.prod(packed.get(id(parameter), parameter.shape))
+            seconds += 2 * count * share / flops
     return seconds
 
 

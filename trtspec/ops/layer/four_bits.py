@@ -1,8 +1,8 @@
 """Weights of 4 bits for the few rows of a decoding step: integers with a zero and a scale for each
 group of columns (AWQ, GPTQ), and NVFP4 (e2m1 with an e4m3 scale for each 16).
 
-Activations stay floats. `csrc/include/trtspec/four_bit_linear.cuh` has the product and the order in
-which numbers lie.
+Activations stay floats. `csrc/include/trtspec/four_bit_linear.cuh` has the product of few rows and
+the order in which numbers lie, `four_bit_tiles.cuh` that of more rows.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ... import native
 from ..experts import fp4
+from ..launch.dispatch import kernels
 
 ROWS, STEP = 8, 128  # rows and columns whose numbers lie together
 NVFP4_GROUP = 16
 GROUPS = 32, 64
 """Of integers, columns that may share a scale; else a multiple of `STEP`."""
 _WIDE, _NARROW, _OF_FLOATS = 4, 16, 8  # bytes of a row's scales, by form
-_CODES = ROWS * STEP // 2  # bytes of a record's numbers
+CODES = ROWS * STEP // 2  # bytes of a record's numbers
+MAX_ROWS = 128
+"""More rows than this are cuBLAS's, with the weight made float before."""
 _FOLD = 2.0**8
 """Kernels multiply NVFP4's numbers by 2^-8 times their scales: rows' scales make up for it."""
 
@@ -43,7 +48,7 @@ class FourBitWeight(NamedTuple):
     @property
     def scale_bytes(self) -> int:
         """Of a row in a record."""
-        return (self.records.shape[2] - _CODES) // ROWS
+        return (self.records.shape[2] - CODES) // ROWS
 
 
 def from_integers(numbers: Tensor, zeros: Tensor, scales: Tensor, group: int) -> FourBitWeight:
@@ -90,7 +95,7 @@ _LEAST = 9
 
 def dequantize(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:
     """Returns the weight [out, in] in a float dtype, rounded once."""
-    numbers, scales = weight.records.split([_CODES, ROWS * weight.scale_bytes], dim=-1)
+    numbers, scales = weight.records.split([CODES, ROWS * weight.scale_bytes], dim=-1)
     words = numbers.contiguous().view(torch.int32).unflatten(-1, (ROWS, 4, 4))
     words = words.transpose(-1, -2)  # [out / 8, steps, 8, i, t]
     scales = scales.contiguous().unflatten(-1, (ROWS, -1))
@@ -109,6 +114,48 @@ def dequantize(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:
         values = values.unflatten(-1, (-1, NVFP4_GROUP)) * powers[..., None]
         values = values * (weight.row_scales / _FOLD).view(-1, 1, ROWS, 1, 1)
     return values.flatten(-2).transpose(1, 2).reshape(weight.shape).to(dtype)
+
+
+def multiply(
+    x: Tensor, weight: FourBitWeight, residual: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Returns x [T, in] times the weight transposed, plus bias, [T, out], in x's dtype.
+
+    Args:
+        residual: [T, out], to which the product is added, in its memory; it is returned.
+    """
+    is_served = 0 < x.shape[0] <= MAX_ROWS and x.dtype == torch.bfloat16
+    csrc, triton = native.kernels(x), kernels("layer.triton_fp8", x)
+    if not is_served or csrc is None or triton is None:
+        wide = widen(weight, x.dtype)
+        return F.linear(x, wide, bias) if residual is None else residual.addmm_(x, wide.t())
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.contiguous()
+    out = residual
+    if out is None:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    sums = torch.empty((_parts(x.shape[0], weight), *out.shape), device=x.device)
+    csrc.four_bit_tiles(x, weight.records, weight.row_scales, sums)
+    triton.add_parts(sums, out, adds=residual is not None)
+    return out if bias is None else out.add_(bias)
+
+
+def _parts(rows: int, weight: FourBitWeight) -> int:
+    """Returns how many parts K is divided into, none of them empty: by measurement on an H200."""
+    out, columns = weight.shape
+    blocks, steps = -(-out // 128) * -(-rows // 64), columns // STEP
+    wanted = max(1, min(8, 256 // blocks, steps // 6))
+    return -(-steps // -(-steps // wanted))
+
+
+def widen(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:
+    """Returns what `dequantize` does, by one kernel if there is one for it."""
+    csrc = native.kernels(weight.records) if dtype == torch.bfloat16 else None
+    if csrc is None:
+        return dequantize(weight, dtype)
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.records.device)
+    csrc.widen_four_bits(weight.records, weight.row_scales, out)
+    return out
 
 
 def _records(codes: Tensor, scales: Tensor) -> Tensor:

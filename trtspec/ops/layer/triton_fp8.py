@@ -169,7 +169,6 @@ def multiply_floats(x: Tensor, weight: Fp8Weight, residual: Tensor | None = None
     steps = triton.cdiv(triton.cdiv(size, depth), plan.parts)
     parts = triton.cdiv(size, depth * steps)
     sums = torch.empty((parts, rows, out), dtype=torch.float32, device=x.device)
-    launch = dependent_launch(x)
     _product_kernel[(triton.cdiv(out, plan.out), triton.cdiv(rows, plan.rows), parts)](
         x,
         as_read(weight.codes, quick),
@@ -192,8 +191,19 @@ def multiply_floats(x: Tensor, weight: Fp8Weight, residual: Tensor | None = None
         ),
         num_stages=plan.stages,
         num_warps=plan.warps,
-        **launch,
+        **dependent_launch(x),
     )
+    add_parts(sums, result, adds=residual is not None)
+    return result
+
+
+def add_parts(sums: Tensor, result: Tensor, adds: bool) -> None:
+    """Adds up sums [parts, rows, out] float32 into `result` [rows, out].
+
+    Args:
+        adds: to what is there.
+    """
+    parts, rows, out = sums.shape
     block = min(1024, triton.next_power_of_2(out))
     _sum_kernel[(rows, triton.cdiv(out, block))](
         sums,
@@ -202,11 +212,10 @@ def multiply_floats(x: Tensor, weight: Fp8Weight, residual: Tensor | None = None
         out,
         result.stride(0),
         PARTS=parts,
-        ADDS=residual is not None,
+        ADDS=adds,
         BLOCK=block,
-        **launch,
+        **dependent_launch(sums),
     )
-    return result
 
 
 def _plan(rows: int, out: int, size: int, dtype: torch.dtype) -> Plan:

@@ -1,0 +1,123 @@
+"""Weights of 4 bits that stay so: products of exact values, also over ranks.
+
+Engines keep them on Hopper in bf16. Here they are kept on the CPU in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from four_bits import Form, four_bits
+from loading import ON_CPU
+from oracle import prompt_tensors
+from quantized import write
+from safetensors.torch import load_file
+from thread_ranks import ThreadRanks
+from tiny import prefill_metadata, tiny_model_dir
+from torch import Tensor
+
+from trtspec.checkpoints import place
+from trtspec.checkpoints.place import WeightForm
+from trtspec.checkpoints.weights import load_decoder
+from trtspec.distributed.comm import Communicator
+from trtspec.distributed.logits import gather_logits
+from trtspec.distributed.parallel import ONE_RANK, Parallel
+from trtspec.layers.linear import Linear
+from trtspec.models.decoder import Decoder
+from trtspec.ops.layer.fp8 import Fp8Weight
+
+KEPT = WeightForm(keeps_fp8=True)
+FORMS = [
+    Form("pack-quantized"), Form("pack-quantized", group=64, symmetric=False, dtype=torch.bfloat16),
+    Form("pack-quantized", group=-1), Form("awq", group=128, symmetric=False), Form("gptq"),
+    Form("gptq", group=128, version="gptq_v2"), Form("nvfp4-pack-quantized"), Form("modelopt"),
+]  # fmt: skip
+SIZES: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4,
+    "num_hidden_layers": 2, "moe_intermediate_size": 128,
+}  # fmt: skip
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    name: lambda path, name=name, more=more: tiny_model_dir(path, name, **SIZES, **more)  # type: ignore[misc]
+    for name, more in {
+        "llama": {}, "qwen2": {}, "qwen3_moe": {"head_dim": 64},
+        "deepseek_v3": {
+            "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 64,
+        },
+    }.items()
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "_has_four_bits", lambda options: True)
+    # Where a rank's part of a weight in FP8 has one group, its activations would be rounded.
+    monkeypatch.setattr(Fp8Weight, "by_rows", property(lambda weight: False))
+
+
+def _load(path: Path, form: WeightForm, parallel: Parallel = ONE_RANK) -> Decoder:
+    return load_decoder(path, replace(ON_CPU, form=form, pack=False), parallel)
+
+
+@torch.no_grad()
+def _logits(model: Decoder) -> Tensor:
+    prompts = prompt_tensors(90)
+    meta, positions = prefill_metadata(model.config, [len(prompt) for prompt in prompts])
+    return gather_logits(model.compute_logits(model(torch.cat(prompts), positions, meta)))
+
+
+def _kept_products(model: Decoder) -> set[str]:
+    named = model.named_modules()
+    return {n.rpartition(".")[2] for n, m in named if isinstance(m, Linear) and m.four_bits}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_logits_are_those_of_floats(tmp_path: Path, form: Form) -> None:
+    path = FAMILIES["llama"](tmp_path)
+    twin = load_file(path / "model.safetensors")
+    tensors, config = four_bits(form, twin, random=form.method != "modelopt")
+    write(path, twin, None)
+    expected = _logits(_load(path, WeightForm()))
+    write(path, tensors, config)
+    model = _load(path, KEPT)
+    assert _kept_products(model) == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    torch.testing.assert_close(_logits(model), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[3], FORMS[6]], ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_families_over_ranks(tmp_path: Path, name: str, form: Form, size: int) -> None:
+    """A rank's part that kernels do not read is FP8 or floats, as the experts are."""
+    path = FAMILIES[name](tmp_path)
+    twin = load_file(path / "model.safetensors")
+    tensors, config = four_bits(form, twin)
+    write(path, twin, None)
+    expected = _logits(_load(path, WeightForm()))
+    write(path, tensors, config)
+
+    def of_rank(comm: Communicator) -> tuple[Tensor, set[str]]:
+        model = _load(path, KEPT, Parallel(comm))
+        return _logits(model), _kept_products(model)
+
+    for logits, kept in ThreadRanks(size).run(of_rank):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        assert len(kept) >= 2
+
+
+def test_what_kernels_do_not_read_is_no_longer_four_bits(tmp_path: Path) -> None:
+    """Rows of 192 numbers, and scales with more digits than an entry has."""
+    path = tiny_model_dir(tmp_path, **{**SIZES, "hidden_size": 192})
+    twin = load_file(path / "model.safetensors")
+    write(path, *four_bits(Form("pack-quantized"), twin))
+    assert _kept_products(_load(path, KEPT)) == {"down_proj"}
+    path = FAMILIES["llama"](tmp_path / "digits")
+    twin = load_file(path / "model.safetensors")
+    write(path, *four_bits(Form("pack-quantized", dtype=torch.float32), twin))
+    model = _load(path, KEPT)
+    assert not _kept_products(model)
+    assert all(m.fp8 for m in model.layers[1].modules() if isinstance(m, Linear))
