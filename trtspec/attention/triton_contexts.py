@@ -51,14 +51,14 @@ def context_attention(
     layer, queries = kernel_arguments(q, cached, out)
     module = csrc_prompts.module_for(queries, cached, layer)
     if module is not None:
-        blocks = _csrc_blocks(layer, len(tiles), tables)
-        parts = _parts_of(blocks, layer, tiles)
-        sizes = csrc_prompts.Sizes(tile_rows, blocks.PARTS, blocks.LEAST)
+        blocks, num_parts = _csrc_blocks(layer, len(tiles), tables)
+        parts = _parts_of(blocks, num_parts, layer, tiles)
+        sizes = csrc_prompts.Sizes(tile_rows, num_parts, blocks.LEAST)
         csrc_prompts.attend(module, queries, cached, tables, tiles, layer, sizes, parts)
     else:
-        blocks = _triton_blocks(q, layer, len(tiles), tile_rows)
-        parts = _parts_of(blocks, layer, tiles)
-        _context_kernel[(len(tiles), layer.kv_heads, blocks.PARTS)](
+        blocks, num_parts = _triton_blocks(q, layer, len(tiles), tile_rows)
+        parts = _parts_of(blocks, num_parts, layer, tiles)
+        _context_kernel[(len(tiles), layer.kv_heads, num_parts)](
             queries,
             Cache.of(cached),
             tables,
@@ -66,18 +66,20 @@ def context_attention(
             parts,
             tables.blocks.stride(0),
             tables.blocks.shape[1],
+            num_parts,
             layer=layer,
             blocks=blocks,
             num_warps=_num_warps(q, blocks),
             num_stages=2,
             **dependent_launch(q),
         )
-    if blocks.PARTS > 1:
+    if blocks.IS_CUT:
         _join_context_kernel[(len(tiles), layer.kv_heads, blocks.BLOCK_M // JOIN_ROWS)](
             queries,
             tables,
             tiles,
             parts,
+            num_parts,
             layer=layer,
             blocks=blocks,
             ROWS=JOIN_ROWS,
@@ -96,32 +98,37 @@ def tile_size(q: Tensor, cached: CachedLayer) -> int:
 
 
 class ContextBlocks(NamedTuple):
-    """How a tile of a context is worked on."""
+    """How a tile of a context is worked on. (A kernel is compiled for each value: how many parts
+    there are is none of them.)"""
 
     SPLIT: bool  # keys that all rows see are looked at without a mask, in a loop of their own
-    PARTS: int  # that a tile's keys are cut into, at most
+    IS_CUT: bool  # a tile's keys are in several parts
     LEAST: int  # blocks of keys of a part, at least
     BLOCK_M: int  # pairs of a row and a head
     BLOCK_N: int  # keys
     BLOCK_D: int
 
 
-def _triton_blocks(q: Tensor, layer: Layer, tiles: int, tile_rows: int) -> ContextBlocks:
-    """Returns how Triton's kernel works on tiles, by measurement."""
+def _triton_blocks(
+    q: Tensor, layer: Layer, tiles: int, tile_rows: int
+) -> tuple[ContextBlocks, int]:
+    """Returns how Triton's kernel works on tiles, by measurement, and a tile's parts at most."""
+    num_parts = _context_parts(tiles * layer.kv_heads)
     block_d = padded_dim(layer.dim)
     block_n = BLOCK_N // max(block_d // 128, 1)
     if q.dtype == torch.float32:  # several loops would spill
         block_n = max(block_n // 2, 16)
     elif block_d == 128 and _has_room(q.device):
         block_n = 2 * BLOCK_N
-    return ContextBlocks(
+    blocks = ContextBlocks(
         SPLIT=q.dtype != torch.float32,
-        PARTS=_context_parts(tiles * layer.kv_heads),
+        IS_CUT=num_parts > 1,
         LEAST=1,
         BLOCK_M=max(16, triton.next_power_of_2(tile_rows * layer.per_kv)),
         BLOCK_N=block_n,
         BLOCK_D=block_d,
     )
+    return blocks, num_parts
 
 
 def _num_warps(q: Tensor, blocks: ContextBlocks) -> int:
@@ -132,23 +139,25 @@ def _num_warps(q: Tensor, blocks: ContextBlocks) -> int:
     return 8 if blocks.BLOCK_M * blocks.BLOCK_D > 128 * 64 else 4
 
 
-def _csrc_blocks(layer: Layer, tiles: int, tables: Tables) -> ContextBlocks:
-    """Returns how the kernel of csrc works on tiles."""
-    return ContextBlocks(
+def _csrc_blocks(layer: Layer, tiles: int, tables: Tables) -> tuple[ContextBlocks, int]:
+    """Returns how the kernel of csrc works on tiles, and a tile's parts at most."""
+    num_parts = csrc_prompts.most_parts(
+        tiles * layer.kv_heads, tables.blocks.shape[1] * layer.page_size
+    )
+    blocks = ContextBlocks(
         SPLIT=False,
-        PARTS=csrc_prompts.most_parts(
-            tiles * layer.kv_heads, tables.blocks.shape[1] * layer.page_size
-        ),
+        IS_CUT=num_parts > 1,
         LEAST=csrc_prompts.PART_TILES,
         BLOCK_M=csrc_prompts.TILE_PAIRS,
         BLOCK_N=csrc_prompts.TILE_KEYS,
         BLOCK_D=layer.dim,
     )
+    return blocks, num_parts
 
 
-def _parts_of(blocks: ContextBlocks, layer: Layer, tiles: Tensor) -> Parts:
+def _parts_of(blocks: ContextBlocks, num_parts: int, layer: Layer, tiles: Tensor) -> Parts:
     """Returns room for the sums of parts, if there are several."""
-    count = len(tiles) * layer.kv_heads * blocks.PARTS if blocks.PARTS > 1 else 0
+    count = len(tiles) * layer.kv_heads * num_parts if blocks.IS_CUT else 0
     return Parts.empty(count, blocks.BLOCK_M, blocks.BLOCK_D, tiles.device)
 
 
@@ -175,7 +184,8 @@ def _has_room(device: torch.device) -> bool:
     return properties.major >= 9 and properties.shared_memory_per_block_optin >= 162 << 10
 
 
-@triton.jit(do_not_specialize=["table_row", "table_width"])  # they change as requests come and go
+# They change as requests come and go.
+@triton.jit(do_not_specialize=["table_row", "table_width", "num_parts"])
 def _context_kernel(
     queries,
     cache,
@@ -184,6 +194,7 @@ def _context_kernel(
     parts,
     table_row,
     table_width,
+    num_parts,
     layer: tl.constexpr,
     blocks: tl.constexpr,
     PDL: tl.constexpr,
@@ -196,7 +207,7 @@ def _context_kernel(
     row, head, is_row = _rows_of_tile(tiles, tile, kv_head, m, layer)
     positions = tl.load(tables.positions + row, mask=is_row, other=0).to(tl.int32)
     earliest, start, end = _keys_of_tile(positions, is_row, layer, blocks)
-    used, size = _parts_of_tile(start, end, blocks)
+    used, size = _parts_of_tile(start, end, num_parts, blocks)
     if part >= used:
         return
     start += part * size
@@ -226,14 +237,14 @@ def _context_kernel(
     best, total, acc = sums
     acc = as_values(acc, cache, kv_head)
     is_whole = True
-    if blocks.PARTS > 1:
+    if blocks.IS_CUT:
         is_whole = used == 1
     if is_whole:
         total, acc = with_sinks(queries, head, is_row, best, total, acc)
         acc = acc / tl.where(is_row, total, 1.0)[:, None]
         store_heads(queries, row, head, d, acc, inside)
     else:
-        index = ((tile * layer.kv_heads + kv_head) * blocks.PARTS + part) * blocks.BLOCK_M + m
+        index = ((tile * layer.kv_heads + kv_head) * num_parts + part) * blocks.BLOCK_M + m
         tl.store(parts.acc + index[:, None] * blocks.BLOCK_D + d[None, :], acc)
         tl.store(parts.stats + index * 2, best)
         tl.store(parts.stats + index * 2 + 1, total)
@@ -259,19 +270,20 @@ def _keys_of_tile(positions, is_row, layer: tl.constexpr, blocks: tl.constexpr):
 
 
 @triton.jit
-def _parts_of_tile(start, end, blocks: tl.constexpr):
+def _parts_of_tile(start, end, num_parts, blocks: tl.constexpr):
     """Returns how many parts a tile's keys are cut into, and the keys of a part."""
     count = tl.cdiv(end - start, blocks.BLOCK_N)
-    size = tl.maximum(tl.cdiv(count, blocks.PARTS), blocks.LEAST)
+    size = tl.maximum(tl.cdiv(count, num_parts), blocks.LEAST)
     return tl.cdiv(count, size), size * blocks.BLOCK_N
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _join_context_kernel(
     queries,
     tables,
     tiles,
     parts,
+    num_parts,
     layer: tl.constexpr,
     blocks: tl.constexpr,
     ROWS: tl.constexpr,
@@ -284,7 +296,7 @@ def _join_context_kernel(
     row, _head, is_row = _rows_of_tile(tiles, tile, kv_head, m, layer)
     positions = tl.load(tables.positions + row, mask=is_row, other=0).to(tl.int32)
     _earliest, start, end = _keys_of_tile(positions, is_row, layer, blocks)
-    used, _size = _parts_of_tile(start, end, blocks)
+    used, _size = _parts_of_tile(start, end, num_parts, blocks)
     m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     row, head, is_row = _rows_of_tile(tiles, tile, kv_head, m, layer)
     if used == 1:
@@ -292,7 +304,7 @@ def _join_context_kernel(
     if tl.sum(is_row.to(tl.int32), 0) == 0:
         return
     best, total, acc = no_sums(ROWS, blocks.BLOCK_D)
-    first = (tile * layer.kv_heads + kv_head) * blocks.PARTS
+    first = (tile * layer.kv_heads + kv_head) * num_parts
     for part in range(0, used):
         index = (first + part) * blocks.BLOCK_M + m
         part_best = tl.load(parts.stats + index * 2)

@@ -238,7 +238,7 @@ def gather_step_inputs(
     return out, tokens[:, 1:]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["slot_id_ptr"])
 def _gather_kernel(
     slot_id_ptr,
     slots,
@@ -400,7 +400,7 @@ def save_step(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_id_ptr", "position_ptr"])
 def _save_kernel(
     slot_id_ptr,
     position_ptr,
