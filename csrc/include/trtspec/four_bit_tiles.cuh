@@ -1,4 +1,4 @@
-// The product of `four_bit_linear.cuh` for more rows: a block makes 128 outputs of up to 64 rows, a warp 32 of
+// The product of `four_bit_linear.cuh` for more rows: a block makes 256 outputs of up to 64 rows, a warp 32 of
 // them, so that numbers are made bf16 once for all of these rows. Steps of x are copied to shared memory for
 // the block, records for the thread that reads them. Zeros are taken off the numbers, which is exact too: a
 // product with ones would be one more for each tile of rows.
@@ -10,7 +10,7 @@
 
 namespace trtspec {
 
-constexpr int kTileRowsWarps = 4, kTileRowsTiles = 2;
+constexpr int kTileRowsWarps = 8, kTileRowsTiles = 2;
 constexpr int kTileRowsOuts = kTileRowsWarps * kTileRowsTiles * kTile;  // of a block
 constexpr int kTileRowsStages = 3, kTileRowsPitch = 2 * kFourBitStep + kPad;  // bytes of a row of x
 
@@ -67,13 +67,23 @@ __global__ void __launch_bounds__(kTileRowsWarps * 32)
       from[i] += kRecord;
     }
   };
+  // Pieces of x that this thread copies. Sums of rows that are not there are nobody's.
+  constexpr int kPieces = (kRows * 16 + kWarps * 32 - 1) / (kWarps * 32);
+  int offsets[kPieces];
+#pragma unroll
+  for (int j = 0; j < kPieces; ++j) {
+    const int piece = threadIdx.x + j * kWarps * 32;
+    const int row = min(first_row + min(piece / 16, kRows - 1), p.rows - 1);
+    offsets[j] = row * static_cast<int>(p.x_stride) + piece % 16 * 8;
+  }
+  char* const to_x = shared + threadIdx.x / 16 * kTileRowsPitch + threadIdx.x % 16 * 16;
   auto fetch_x = [&](int step, int at) {
     if (step >= end) return;
-    for (int piece = threadIdx.x; piece < kRows * 16; piece += kWarps * 32) {
-      const int m = piece / 16, c = piece % 16 * 8;
-      const int row = min(first_row + m, p.rows - 1);  // sums of rows that are not there are nobody's
-      copy_16(shared + at + m * kTileRowsPitch + c * 2,
-              static_cast<const bf16*>(p.x) + row * p.x_stride + step * kFourBitStep + c);
+    const bf16* const x = static_cast<const bf16*>(p.x) + step * kFourBitStep;
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      if (kRows * 16 % (kWarps * 32) != 0 && threadIdx.x + j * kWarps * 32 >= kRows * 16) break;
+      copy_16(to_x + at + j * kWarps * 2 * kTileRowsPitch, x + offsets[j]);
     }
   };
 #pragma unroll

@@ -143,8 +143,8 @@ def multiply(
 def _parts(rows: int, weight: FourBitWeight) -> int:
     """Returns how many parts K is divided into, none of them empty: by measurement on an H200."""
     out, columns = weight.shape
-    blocks, steps = -(-out // 128) * -(-rows // 64), columns // STEP
-    wanted = max(1, min(8, 256 // blocks, steps // 6))
+    blocks, steps = -(-out // 256) * -(-rows // 64), columns // STEP
+    wanted = max(1, min(8, 128 // blocks, steps // 4))
     return -(-steps // -(-steps // wanted))
 
 
