@@ -96,12 +96,14 @@ void run(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
 void set_four_bits(LinearParams& p, const TensorView& weight, const Optional<TensorView>& scales) {
   p.weight = weight.data_ptr(), p.record = static_cast<int>(weight.size(2));
   p.n = static_cast<int>(weight.size(0)) * 8;
-  check(is_dense(weight) && is_aligned(p.weight), "records in one piece, by 16 bytes");
+  check(is_dense(weight) && is_aligned(p.weight) && weight.dtype().bits == 8,
+        "records of bytes in one piece, by 16 of them");
   const bool has_scales = p.record == trtspec::kFourBitRecord<trtspec::FourBits::kFloats>;
   check(scales.has_value() == has_scales, "NVFP4 weights have scales of rows, integers none");
   if (!has_scales) return;
   p.scales = static_cast<const float*>(scales.value().data_ptr());
-  check(is_dense(scales.value()) && scales.value().size(0) == p.n, "a scale for each row");
+  check(is_dense(scales.value()) && scales.value().size(0) == p.n && scales.value().dtype().bits == 32,
+        "a scale in float32 for each row");
 }
 
 LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,

@@ -213,3 +213,23 @@ def test_engines_keep_them(tmp_path: Path, form: Form, family: str) -> None:
     llm = steady.engine(path, drafting)
     steady.launch(llm.executor)
     steady.finish(llm.executor)
+
+
+@pytest.mark.parametrize("method", ["pack-quantized", "nvfp4-pack-quantized"])
+def test_experts_are_fp8_with_groups(tmp_path: Path, method: str) -> None:
+    """Of 32 and of 16 columns: their text is the CPU's."""
+    sizes = {"moe_intermediate_size": 64, "num_hidden_layers": 2}
+    path = tiny_model_dir(tmp_path, "qwen3_moe", **SIZE, **sizes)
+    twin = load_file(path / "model.safetensors")
+    tensors, config = four_bits(Form(method), twin, lambda name: ".mlp.experts." in name)
+    write(path, tensors, config)
+    prompts = [[5, 9, 33, 7, 60, 2, 41], [17, 3, 8], [50, 51, 52, 53, 54]]
+    asked = SamplingParams(max_tokens=24, ignore_eos=True)
+    texts = []
+    for device in ("cpu", "cuda"):
+        llm = LLM(path, device=device, dtype="float32", max_seq_len=64, max_batch_size=3)
+        if device == "cuda":
+            experts = llm.executor.target.layers[0].mlp.experts
+            assert [weight.group for weight in experts.fp8] == [32 if method[0] == "p" else 16] * 2
+        texts.append([output.outputs[0].token_ids for output in llm.generate(prompts, asked)])
+    assert texts[0] == texts[1]

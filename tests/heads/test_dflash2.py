@@ -184,7 +184,7 @@ def test_the_formats_of_a_head_are_one(target_dir: Path, tmp_path: Path) -> None
             {"output_multiplier": "two"},
             "output_multiplier='two'; it must be a number > 0 or null",
         ),
-        ({"quantization_config": {"quant_algo": "NVFP4"}}, {}, "Use the unquantised checkpoint"),
+        ({"quantization_config": {"quant_algo": "W4A8_AWQ"}}, {}, "Use the unquantised checkpoint"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -85,7 +85,7 @@ def four_bits(
 def _integers(form: Form, weight: Tensor, generator: torch.Generator, random: bool) -> Integers:
     rows, columns = weight.shape
     size = columns if form.group == -1 else form.group
-    groups, most = columns // size, 2**form.bits - 1
+    groups, most = -(-columns // size), 2**form.bits - 1
     least = int(form.method == "gptq" and form.version == "gptq")  # a zero is stored less one
     group_of = torch.arange(columns) // size
     if form.shuffled:

@@ -361,7 +361,7 @@ def test_scales_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ({"quant_algo": "NVFP4"}, r"\('modelopt', quant_algo 'NVFP4'\) is set, but only"),
+        ({"quant_algo": "W4A8_AWQ"}, r"\('modelopt', quant_algo 'W4A8_AWQ'\) is set, but only"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"'weight_block_size': \[128\]"),
         ({"quant_method": "fp8", "weight_block_size": [8, 8], "fmt": "e5m2"}, "'fmt': 'e5m2'"),
         ({"quant_method": "awq", "weight_block_size": [8, 8]}, "'awq'.* is set, .* INT8 weights"),

@@ -116,6 +116,37 @@ def test_rows_that_fill_no_whole_words(tmp_path: Path) -> None:
         _check_weights(tmp_path, twin)
 
 
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_of_zeros_are_left_out(tmp_path: Path, value: float) -> None:
+    """AutoGPTQ writes them for every product of a model without biases."""
+    path = tiny_model_dir(tmp_path, **SIZES)
+    twin = load_file(path / "model.safetensors")
+    tensors, config = four_bits(BY_METHOD["gptq"], twin)
+    write(path, twin, None)
+    plain = _texts(path)
+    tensors[f"{MODULE}.bias"] = torch.full((256,), value)
+    write(path, tensors, config)
+    if value:
+        with pytest.raises(CheckpointError, match=r"up_proj.bias. Check .*mlp_bias"):
+            _texts(path)
+    else:
+        assert _texts(path) == plain
+
+
+def test_a_zero_of_256(tmp_path: Path) -> None:
+    """GPTQ's first format stores 255 for it."""
+    (tmp_path / "config.json").write_text("{}")
+    twin = {f"{MODULE}.weight": torch.randn(8, 32)}
+    tensors, config = four_bits(Form("gptq", 8, 32), twin)
+    tensors[f"{MODULE}.qzeros"] = torch.full((1, 2), -1, dtype=torch.int32)
+    write(tmp_path, tensors, config)
+    with ExitStack() as stack:
+        sources = dequantized(
+            open_checkpoint(tmp_path, stack), {"quantization_config": config}, tmp_path / "c.json"
+        )
+        assert bool((sources[f"{MODULE}.weight"].read() < 0).all())
+
+
 def test_a_config_beside_config_json(tmp_path: Path) -> None:
     """ModelOpt's hf_quant_config.json."""
     path = tiny_model_dir(tmp_path, **SIZES)
@@ -241,6 +272,9 @@ def test_a_weight_twice_is_refused(path: Path, floats: Tensors, method: str) -> 
         (PACKED, config_of(Form(PACKED, bits=3), []), r"bits\W+3\b|\b3 bits"),
         ("gptq", {"group_size": 0}, r"group_size\W+0\b"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format.*marlin"),
+        ("awq", {"checkpoint_format": "gemv"}, "checkpoint_format.*gemv"),
+        ("gptq", {"dynamic": {"-:.*a": {}, "+:.*b": {"bits": 8}}}, r"dynamic.*\+:\.\*b"),
+        ("modelopt", {"group_size": 32}, "group_size': 32"),
         ("modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo.*W4A8_AWQ"),
         ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "quant_algo.*NVFP4_AWQ"),
     ],

@@ -29,7 +29,6 @@ from trtspec.distributed.logits import gather_logits
 from trtspec.distributed.parallel import ONE_RANK, Parallel
 from trtspec.layers.linear import Linear
 from trtspec.models.decoder import Decoder
-from trtspec.ops.layer.fp8 import Fp8Weight
 
 KEPT = WeightForm(keeps_fp8=True)
 FORMS = [
@@ -55,8 +54,6 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "_has_four_bits", lambda options: True)
-    # Where a rank's part of a weight in FP8 has one group, its activations would be rounded.
-    monkeypatch.setattr(Fp8Weight, "by_rows", property(lambda weight: False))
 
 
 def _load(path: Path, form: WeightForm, parallel: Parallel = ONE_RANK) -> Decoder:
@@ -107,6 +104,43 @@ def test_families_over_ranks(tmp_path: Path, name: str, form: Form, size: int) -
     for logits, kept in ThreadRanks(size).run(of_rank):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
         assert len(kept) >= 2
+
+
+@pytest.mark.parametrize("form", [FORMS[2], FORMS[4]], ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_activations_stay_floats_without_kernels(
+    tmp_path: Path, form: Form, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a row has one scale, or a rank's part of it: weights are FP8 with groups then."""
+    monkeypatch.setattr(place, "_has_four_bits", lambda options: False)
+    path = FAMILIES["llama"](tmp_path)
+    twin = load_file(path / "model.safetensors")
+    tensors, config = four_bits(form, twin)
+    write(path, twin, None)
+    expected = _logits(_load(path, WeightForm()))
+    write(path, tensors, config)
+
+    def of_rank(comm: Communicator) -> tuple[Tensor, int]:
+        model = _load(path, KEPT, Parallel(comm))
+        return _logits(model), sum(isinstance(m, Linear) and bool(m.fp8) for m in model.modules())
+
+    for logits, count in ThreadRanks(size).run(of_rank):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        assert count >= 6
+
+
+def test_groups_that_do_not_divide_a_row(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path, **{**SIZES, "intermediate_size": 640})
+    twin = load_file(path / "model.safetensors")
+    tensors, config = four_bits(
+        Form("gptq", group=256), twin, lambda name: "down_proj" in name, random=True
+    )
+    write(path, twin, None)
+    expected = _logits(_load(path, WeightForm()))
+    write(path, tensors, config)
+    model = _load(path, KEPT)
+    assert _kept_products(model) == {"down_proj"}
+    torch.testing.assert_close(_logits(model), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_what_kernels_do_not_read_is_no_longer_four_bits(tmp_path: Path) -> None:

@@ -47,6 +47,13 @@ def dequantized(
     """
     how = quantization_of(raw, where)
     if not quantization_fields(raw, where)[0]:
+        packed = next((n for n in sources if n.endswith((".qweight", ".weight_packed"))), None)
+        if packed is not None:
+            raise CheckpointError(
+                f"{where.parent} holds {packed}, but {where} has no quantization_config. Put the "
+                "content of quantize_config.json or quant_config.json there under that name, with "
+                'its quant_method ("gptq" or "awq").'
+            )
         return sources
     found = {name: s for name, s in sources.items() if not _OF_SERVING.search(name)}
     if how is None:

@@ -40,7 +40,7 @@ class FourBitParts:
 
     def __init__(self, shape: torch.Size, group: int, device: torch.device):
         out, columns = shape
-        groups = columns // group
+        groups = -(-columns // group)
         self.group, self.rows_left = group, out
         self.numbers = torch.empty(shape, dtype=torch.uint8, device=device)
         self.is_floats = group == four_bits.NVFP4_GROUP
@@ -68,7 +68,7 @@ class FourBitParts:
             parts = [(self.numbers, numbers, 1), (self.scales, scales, self.group)]
         else:
             assert isinstance(scaled, Int4Tensor)
-            numbers, zeros = scaled.packed.read()
+            numbers, zeros = scaled.packed.read(self.numbers.device)
             scales = scaled.packed.read_scales()
             parts = [
                 (self.numbers, numbers, 1),
@@ -79,7 +79,7 @@ class FourBitParts:
             cut = placement.cut
             if cut is not None:
                 by = columns if cut.dim == 1 else 1
-                tensor = tensor.narrow(cut.dim, cut.start // by, cut.length // by)
+                tensor = tensor.narrow(cut.dim, cut.start // by, -(-cut.length // by))
             tensor = placement.arranged(as_bytes(tensor.contiguous()))
             as_bytes(to)[rows] = tensor.to(to.device)
         self.rows_left -= placement.shape[0]

@@ -30,7 +30,7 @@ from ..distributed.parallel import Cut
 from ..errors import CheckpointError
 from .mxfp4 import e4m3_of_e2m1, powers
 from .quantization import FP8, Packing
-from .scaled import ScaledTensor, as_floats
+from .scaled import PackedTensor, as_floats
 from .tensors import FLOATS, TensorSource
 
 _BYTES = "U8"
@@ -65,18 +65,20 @@ class PackedFloats:
         they are all multiplied by.
 
         Raises:
-            CheckpointError: a scale is NaN or infinite.
+            CheckpointError: a scale is NaN, infinite or below zero.
         """
-        bad = int((~torch.isfinite(self.read_scales())).sum())
-        if bad:
-            raise CheckpointError(
-                f"{self.scales.name} in {self.scales.path} holds {bad} scales that are NaN or "
-                "infinite. Copy the checkpoint again from its source."
-            )
         assert self.of_tensor is not None
-        packed, whole = self.numbers.read(), self.of_tensor.read().float().reshape(())
+        scales, whole = self.scales.read(), self.of_tensor.read().float().reshape(())
+        whole = 1 / whole if self.how.form == "nvfp4" else whole
+        values = scales.float() * whole
+        if bad := int((~torch.isfinite(values) | (scales.float() < 0)).sum()):
+            raise CheckpointError(
+                f"{self.scales.name} in {self.scales.path} holds {bad} scales that are NaN, "
+                "infinite or below zero. Copy the checkpoint again from its source."
+            )
+        packed = self.numbers.read()
         codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-        return codes, self.scales.read(), float(1 / whole if self.how.form == "nvfp4" else whole)
+        return codes, scales, float(whole)
 
     def read_codes(self, cut: Cut | None = None) -> Tensor:
         """Returns the numbers in e4m3, [out, in] or a cut of it."""
@@ -95,7 +97,7 @@ class PackedFloats:
 
 
 @dataclass(frozen=True)
-class Nvfp4Tensor(ScaledTensor):
+class Nvfp4Tensor(PackedTensor):
     """An NVFP4 weight, as the checkpoint has it."""
 
     packed: PackedFloats
@@ -162,7 +164,7 @@ def _weight(
     floats = replace(numbers, name=name, shape=shape)
     codes = replace(floats, dtype=FP8, load=packed.read_codes, load_cut=packed.read_codes)
     read = replace(of_groups, dtype="F32", load=packed.read_scales, load_cut=None)
-    kind = ScaledTensor if how.form == "mxfp4" else Nvfp4Tensor
+    kind = PackedTensor if how.form == "mxfp4" else Nvfp4Tensor
     more = {} if how.form == "mxfp4" else {"packed": packed}
     return as_floats(floats, kind(codes, read, groups, (1, how.group), **more))
 

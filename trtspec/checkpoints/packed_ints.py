@@ -37,9 +37,10 @@ from torch import Tensor
 from ..distributed.parallel import Cut
 from ..errors import CheckpointError
 from .quantization import FP8, Packing
-from .scaled import ScaledTensor, as_floats
+from .scaled import PackedTensor, as_floats
 from .tensors import FLOATS, TensorSource
 
+_CPU = torch.device("cpu")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _INT = "I32"
 
@@ -75,13 +76,16 @@ class PackedInts:
     zeros: TensorSource | None
     groups: TensorSource | None
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Returns the numbers [out, in] and the zeros [out, groups], both uint8.
+    def read(self, device: torch.device = _CPU) -> tuple[Tensor, Tensor]:
+        """Returns the numbers [out, in] uint8 and the zeros [out, groups], of 4 bits uint8 too.
 
         (A zero of 2^bits is one: GPTQ's first format can say so.)
+
+        Args:
+            device: where words are taken apart.
         """
-        numbers = _numbers(self.how, self.numbers.read())[:, : self.shape[1]]
-        return numbers, self._read_zeros()
+        numbers = _numbers(self.how, self.numbers.read().to(device))[:, : self.shape[1]]
+        return numbers, self._read_zeros(device)
 
     def read_scales(self) -> Tensor:
         """Returns them, [out, groups] float32.
@@ -130,15 +134,18 @@ class PackedInts:
         whole = zeros.repeat_interleave(self.group, 1)[:, : self.shape[1]]
         return numbers.to(kind).sub_(whole.to(kind))
 
-    def _read_zeros(self) -> Tensor:
+    def _read_zeros(self, device: torch.device) -> Tensor:
         bits = self.how.bits
         if self.zeros is None:
             count = self.scales.shape[-1 if self.how.form == "compressed" else 0]
-            return torch.full((self.shape[0], count), 1 << (bits - 1), dtype=torch.uint8)
-        words = self.zeros.read()
+            middle, kind = 1 << (bits - 1), torch.uint8
+            return torch.full((self.shape[0], count), middle, dtype=kind, device=device)
+        words = self.zeros.read().to(device)
         if self.how.form == "compressed":
             return _unpacked(words, bits, along=0)[: self.shape[0]]
         zeros = _awq_numbers(words) if self.how.form == "awq" else _unpacked(words, bits, along=1)
+        if bits == 8:  # 255 and one more is none
+            zeros = zeros.to(torch.int16)
         return (zeros + self.how.adds_to_zeros).t().contiguous()
 
     def _group_of_columns(self) -> Tensor | None:
@@ -157,7 +164,7 @@ class PackedInts:
 
 
 @dataclass(frozen=True)
-class Int4Tensor(ScaledTensor):
+class Int4Tensor(PackedTensor):
     """A weight of 4 bits, as the checkpoint has it."""
 
     packed: PackedInts
@@ -322,5 +329,5 @@ def _unpacked(words: Tensor, bits: int, along: int) -> Tensor:
 
 def _awq_numbers(words: Tensor) -> Tensor:
     """[n, m] int32 -> [n, m * 8] uint8."""
-    places = torch.tensor(_AWQ_ORDER).argsort()
+    places = torch.tensor(_AWQ_ORDER, device=words.device).argsort()
     return _pieces(words, bits=4)[..., places].flatten(1)

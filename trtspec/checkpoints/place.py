@@ -35,6 +35,7 @@ from .four_bit_parts import FourBitParts, packed_group
 from .mxfp4 import Mxfp4Tensor
 from .packed_floats import Nvfp4Tensor
 from .packed_ints import Int4Tensor
+from .scaled import PackedTensor
 from .tensors import TensorSource
 
 logger = logging.getLogger(__name__)
@@ -119,9 +120,9 @@ def place_tensors(
         leaf = _leaf(placement)
         if leaf not in into:
             shape = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
-            if leaf in packed:
-                into[leaf] = FourBitParts(shape, packed[leaf], device)
-            elif leaf[0] in of_four_bits and leaf[1] in _STACKS:
+            if leaf in packed:  # what it is put together from takes more: it is made when needed
+                continue
+            if leaf[0] in of_four_bits and leaf[1] in _STACKS:
                 into[leaf] = fp4.empty(shape, device)
             elif leaf in groups:
                 into[leaf] = _empty_fp8(shape, groups[leaf], device)
@@ -131,6 +132,9 @@ def place_tensors(
         if placement.is_elsewhere:
             continue
         leaf = _leaf(placement)
+        if leaf in packed and leaf not in into:
+            shape = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
+            into[leaf] = FourBitParts(shape, packed[leaf], device)
         to = into[leaf]
         if placement.expert is not None:
             to = _each(to, itemgetter(placement.expert))
@@ -389,6 +393,17 @@ def _packed_products(
         for leaf, groups in parts.items()
         if groups[0] is not None and len(set(groups)) == 1 and _is_whole(model, leaf)
     }
+    mixtures = {
+        placement.module
+        for name, placement in placement_of.items()
+        if isinstance(sources[name].scaled, PackedTensor) and placement.leaf in _STACKS
+    }
+    if mixtures:
+        logger.warning(
+            "The experts of %d mixtures do not stay 4 bits: they take FP8's memory, with scales "
+            "twice the checkpoint's or a little more.",
+            len(mixtures),
+        )
     return found if found and _has_four_bits(options) else {}
 
 
@@ -398,8 +413,8 @@ def _has_four_bits(options: LoadOptions) -> bool:
         return False
     if options.dtype != torch.bfloat16:
         logger.warning(
-            "The checkpoint's 4-bit weights stay so with dtype='bfloat16' alone. In %s they take "
-            "twice the memory or more, and longer.",
+            "The checkpoint's 4-bit weights stay so with dtype='bfloat16' alone. In %s INT4 takes "
+            "twice the memory, NVFP4 four times, and steps take longer.",
             options.dtype,
         )
     return options.dtype == torch.bfloat16

@@ -13,8 +13,8 @@ Of numbers that lie packed the tensors have other names:
 | quant_method | format |
 |---|---|
 | `awq`, `gptq`, `compressed-tensors` with `pack-quantized` | `packed_ints.py` |
-| `modelopt` with `NVFP4`, `compressed-tensors` with `nvfp4-pack-quantized` | `nvfp4.py` |
-| `compressed-tensors` with `mxfp4-pack-quantized` | `mxfp4.py` |
+| `modelopt` with `NVFP4`, `compressed-tensors` with `nvfp4-pack-quantized` | `packed_floats.py` |
+| `compressed-tensors` with `mxfp4-pack-quantized` | the same |
 
 ModelOpt may write its part into `hf_quant_config.json` beside config.json. Weights that a config
 leaves out (`ignore`, `modules_to_not_convert`, `exclude_modules`) have another dtype: that decides.
@@ -76,6 +76,8 @@ def quantization_fields(raw: Fields, where: Path) -> tuple[Fields, str]:
         config = {"quant_method": "modelopt", **inner}
     if config and not isinstance(config, dict):
         raise _unsupported(source, repr(config))
+    if config and isinstance(inner := config.get("quantization"), dict):  # as in that file
+        config = {**config, **inner}
     return config or {}, source
 
 
@@ -83,7 +85,8 @@ def _unsupported(source: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"{source} ({what}) is set, but only these are supported: float weights; FP8 (e4m3) and "
         "INT8 weights with scales of the tensor, of rows or of blocks; INT4 weights by AWQ, GPTQ "
-        "or pack-quantized; NVFP4 weights; MXFP4 experts (quant_method "
+        "or pack-quantized, the last two with 8 bits, too; NVFP4 and mxfp4-pack-quantized; MXFP4 "
+        "experts (quant_method "
         f"{', '.join(map(repr, _READERS))}). Use the unquantised checkpoint, or one of these."
     )
 
@@ -177,7 +180,8 @@ def _compressed(fields: Fields) -> Quantization | Packing | str:
             return f"block_structure {size!r}"
         found.add(Quantization(FP8 if kind[0] == "float" else INT8, block=block))
     if len(found) != 1:
-        return f"{len(found)} kinds of weights in config_groups"
+        kinds = "; ".join(sorted(map(str, found)))
+        return f"{len(found)} kinds of weights in config_groups where one is allowed: {kinds}"
     return found.pop()
 
 
@@ -207,7 +211,8 @@ _OF_ROWS = "group", "channel"
 
 def _of_words(fields: Fields, form: str, **more: Any) -> Packing | str:
     """AWQ's and GPTQ's fields."""
-    bits, group = fields.get("bits", fields.get("w_bit")), fields.get("group_size", 128)
+    bits = fields.get("bits", fields.get("w_bit"))
+    group = fields.get("group_size", fields.get("q_group_size", 128))
     allowed = (4,) if form == "awq" else (4, 8)
     if not is_int(bits) or bits not in allowed:
         return f"'bits': {bits!r}"
@@ -217,9 +222,11 @@ def _of_words(fields: Fields, form: str, **more: Any) -> Packing | str:
 
 
 def _awq(fields: Fields) -> Packing | str:
-    version = str(fields.get("version", "gemm")).lower()
-    if version != "gemm" or not fields.get("zero_point", True):
-        return f"'version': {version!r}, 'zero_point': {fields.get('zero_point')!r}"
+    for field in ("version", "checkpoint_format"):
+        if str(fields.get(field, "gemm")).lower() != "gemm":
+            return f"{field!r}: {fields[field]!r}"
+    if not fields.get("zero_point", True):
+        return f"'zero_point': {fields['zero_point']!r}"
     return _of_words(fields, "awq")
 
 
@@ -227,6 +234,9 @@ def _gptq(fields: Fields) -> Packing | str:
     form = fields.get("checkpoint_format", "gptq")
     if form not in ("gptq", "gptq_v2") or fields.get("is_marlin_format"):
         return f"'checkpoint_format': {form!r}"
+    others = [name for name in fields.get("dynamic") or {} if not name.startswith("-:")]
+    if others:  # modules with bits or groups of their own
+        return f"'dynamic': {others[0]!r}"
     has_groups = bool(fields.get("desc_act"))
     return _of_words(fields, "gptq", adds_to_zeros=int(form == "gptq"), has_groups=has_groups)
 
@@ -237,7 +247,9 @@ def _modelopt(fields: Fields) -> Quantization | Packing | str:
         return Quantization(FP8)
     if algorithm == "FP8_PB_WO":
         return Quantization(FP8, block=(128, 128))
-    if algorithm in ("NVFP4", "W4A16_NVFP4") and fields.get("group_size", 16) == 16:
+    if algorithm in ("NVFP4", "W4A16_NVFP4"):
+        if fields.get("group_size") not in (None, 16):
+            return f"quant_algo {algorithm!r} with 'group_size': {fields['group_size']!r}"
         return Packing("modelopt", group=16)
     return f"quant_algo {algorithm!r}"
 

@@ -34,14 +34,18 @@ class ScaledTensor:
         Where a cut begins within a block, narrower groups begin with it. All equal cuts have the
         same.
         """
-        columns = self.numbers.shape[-1]
-        is_cut = cut is not None and cut.dim == len(self.numbers.shape) - 1
-        if cut is not None and is_cut:
-            columns = cut.length
+        _, columns = self._columns(cut)
         if self.block is None:
             return columns
+        is_cut = columns < self.numbers.shape[-1]
         group = math.gcd(self.block[1], columns) if is_cut else self.block[1]
         return min(group, columns)
+
+    def _columns(self, cut: Cut | None) -> tuple[int, int]:
+        """Returns where the columns of a cut begin, and how many there are."""
+        if cut is None or cut.dim < len(self.numbers.shape) - 1:
+            return 0, self.numbers.shape[-1]
+        return cut.start, cut.length
 
     def read(self, cut: Cut | None = None) -> Fp8Weight:
         """Returns the numbers (INT8 ones too) and each row's scales; of a stack, stacks of both.
@@ -58,8 +62,9 @@ class ScaledTensor:
         group = self.group(cut)
         if cut is not None and cut.dim < len(stack) + 1:
             scales = scales.narrow(cut.dim, cut.start, cut.length)
-        elif cut is not None and self.block is not None:
-            first = torch.arange(cut.start, cut.start + cut.length, group)
+        if self.block is not None:
+            start, length = self._columns(cut)
+            first = torch.arange(start, start + length, group)
             scales = scales[..., first // self.block[1]]
         return Fp8Weight(numbers, scales, group)
 
@@ -80,6 +85,19 @@ class ScaledTensor:
                 f"{source.name} in {source.path} holds {bad} {what} that are NaN or infinite. Copy "
                 "the checkpoint again from its source."
             )
+
+
+class PackedTensor(ScaledTensor):
+    """A weight [out, in] of 4 bits.
+
+    A row never has one scale: then its product would round activations, which stay floats here.
+    """
+
+    def group(self, cut: Cut | None = None) -> int:
+        """As of `ScaledTensor`, and half of the columns at most."""
+        columns = self._columns(cut)[1]
+        group = super().group(cut)
+        return group if group < columns else math.gcd(group, columns // 2)
 
 
 def as_floats(source: TensorSource, weight: ScaledTensor) -> TensorSource:

@@ -325,6 +325,7 @@ def _check(
         and 0 not in source.shape  # as of 0 shared experts
         and not is_declared_mtp_tensor(name, config)
         and not _makes_unread_kv(name, config)
+        and not _is_empty_bias(name, sources, config)
     ]
     if surplus:
         raise CheckpointError(
@@ -337,6 +338,15 @@ def _check(
         problem = shape_problem(name, sources[name], placement)
         if problem:
             raise CheckpointError(problem)
+
+
+def _is_empty_bias(name: str, sources: Mapping[str, TensorSource], config: DecoderConfig) -> bool:
+    """Whether a tensor is a bias of zeros, which AutoGPTQ writes for every product."""
+    is_gptq = (config.raw.get("quantization_config") or {}).get("quant_method") == "gptq"
+    stem, _, leaf = name.rpartition(".")
+    if not is_gptq or leaf != "bias" or f"{stem}.weight" not in sources:
+        return False
+    return not bool(sources[name].read().any())
 
 
 def _makes_unread_kv(name: str, config: DecoderConfig) -> bool:
