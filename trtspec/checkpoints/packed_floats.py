@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from torch import Tensor
 from ..distributed.parallel import Cut
 from ..errors import CheckpointError
 from .mxfp4 import e4m3_of_e2m1, powers
+from .packed import Names, Parts, joined
 from .quantization import FP8, Packing
 from .scaled import PackedTensor, as_floats
 from .tensors import FLOATS, TensorSource
@@ -36,19 +36,7 @@ from .tensors import FLOATS, TensorSource
 _BYTES = "U8"
 
 
-class Names(NamedTuple):
-    """What a module's tensors are called, and the dtype of scales."""
-
-    numbers: str
-    of_tensor: str | None
-    dtype: str
-
-
-_NAMES = {
-    "modelopt": Names("weight", "weight_scale_2", FP8),
-    "nvfp4": Names("weight_packed", "weight_global_scale", FP8),
-    "mxfp4": Names("weight_packed", None, _BYTES),
-}
+_OF_TENSOR = {"modelopt": "weight_scale_2", "nvfp4": "weight_global_scale", "mxfp4": None}
 
 
 @dataclass(frozen=True)
@@ -115,36 +103,13 @@ def unpacked(
         CheckpointError: scales are missing, of another shape or dtype, or of no weight, or a weight
             is there as floats too.
     """
-    names, found = _NAMES[how.form], dict(sources)
-    ending = f".{names.numbers}"
-    for name, numbers in sources.items():
-        if not name.endswith(ending) or numbers.dtype != _BYTES:
-            continue
-        del found[name]
-        stem = name.removesuffix(names.numbers)
-        needed = ["weight_scale", *([names.of_tensor] if names.of_tensor else [])]
-        scales = [found.pop(stem + part, None) for part in needed]
-        lacking = [stem + part for part, s in zip(needed, scales, strict=True) if s is None]
-        if lacking:
-            raise CheckpointError(
-                f"{where.parent} holds {name}, but not {lacking[0]}. Copy the checkpoint again "
-                "from its source, all shards of it."
-            )
-        weight = f"{stem}weight"
-        if weight in found:
-            raise CheckpointError(
-                f"{where.parent} holds {weight} and {name}, which are one weight. Remove one of "
-                "them, or copy the checkpoint again from its source."
-            )
-        found[weight] = _weight(weight, how, numbers, [s for s in scales if s is not None])
-    for name in found:
-        stem, _, last = name.rpartition(".")
-        if last in ("weight_scale", names.of_tensor):
-            raise CheckpointError(
-                f"{where.parent} holds {name}, but {stem}.{names.numbers} is not there in "
-                f"{_BYTES}. Copy the checkpoint again from its source, all shards of it."
-            )
-    return found
+    needed = ["weight_scale", *filter(None, [_OF_TENSOR[how.form]])]
+    numbers = "weight" if how.form == "modelopt" else "weight_packed"
+
+    def weight_of(name: str, numbers: TensorSource, parts: Parts) -> TensorSource:
+        return _weight(name, how, numbers, [parts[part] for part in needed])
+
+    return joined(sources, Names(numbers, _BYTES, needed), where, weight_of)
 
 
 def _weight(
@@ -152,10 +117,12 @@ def _weight(
 ) -> TensorSource:
     """Returns what readers see of a packed weight."""
     of_groups, of_tensor = scales[0], scales[1] if len(scales) > 1 else None
-    if len(numbers.shape) != 2 or numbers.shape[1] * 2 % how.group:
-        raise _unfit(numbers, f"must be [outputs, inputs / 2], of a multiple of {how.group} inputs")
+    is_matrix = len(numbers.shape) == 2 and numbers.dtype == _BYTES
+    if not is_matrix or numbers.shape[1] * 2 % how.group:
+        what = f"must be [outputs, inputs / 2] of {_BYTES}, of a multiple of {how.group} inputs"
+        raise _unfit(numbers, what)
     shape = numbers.shape[0], numbers.shape[1] * 2
-    groups, dtype = (shape[0], shape[1] // how.group), _NAMES[how.form].dtype
+    groups, dtype = (shape[0], shape[1] // how.group), _BYTES if how.form == "mxfp4" else FP8
     if of_groups.shape != groups or of_groups.dtype != dtype:
         raise _unfit(of_groups, f"must be {list(groups)} of {dtype} for {numbers.name}")
     if of_tensor is not None and (math.prod(of_tensor.shape) != 1 or of_tensor.dtype not in FLOATS):

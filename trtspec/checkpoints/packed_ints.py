@@ -29,13 +29,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..distributed.parallel import Cut
 from ..errors import CheckpointError
+from .packed import Names, Parts, joined
 from .quantization import FP8, Packing
 from .scaled import PackedTensor, as_floats
 from .tensors import FLOATS, TensorSource
@@ -45,7 +45,8 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _INT = "I32"
 
 
-class Names(NamedTuple):
+@dataclass(frozen=True)
+class Called:
     """What a module's tensors are called."""
 
     numbers: str
@@ -54,13 +55,20 @@ class Names(NamedTuple):
     groups: str
     shape: str | None = None
 
+    def of(self, how: Packing) -> Names:
+        """Returns those that a weight must have, and those that it may have."""
+        are_needed = {self.scales: True, self.zeros: how.has_zeros, self.groups: how.has_groups}
+        needed = [name for name, is_needed in are_needed.items() if is_needed]
+        others = [name for name, is_needed in are_needed.items() if not is_needed]
+        return Names(self.numbers, _INT, needed, [*others, *filter(None, [self.shape])])
 
-_NAMES = {
-    "compressed": Names(
+
+_CALLED = {
+    "compressed": Called(
         "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"
     ),
-    "gptq": Names("qweight", "scales", "qzeros", "g_idx"),
-    "awq": Names("qweight", "scales", "qzeros", "g_idx"),
+    "gptq": Called("qweight", "scales", "qzeros", "g_idx"),
+    "awq": Called("qweight", "scales", "qzeros", "g_idx"),
 }
 
 
@@ -182,48 +190,13 @@ def unpacked(
         CheckpointError: scales or zeros are missing, of another shape or dtype, or of no weight, or
             a weight is there as floats too.
     """
-    names, found = _NAMES[how.form], dict(sources)
-    ending = f".{names.numbers}"
-    for name in [name for name in sources if name.endswith(ending)]:
-        stem, numbers = name.removesuffix(names.numbers), found.pop(name)
-        scales, zeros, groups = (
-            found.pop(stem + part, None) for part in (names.scales, names.zeros, names.groups)
-        )
-        said = found.pop(f"{stem}{names.shape}", None)
-        lacking = [
-            stem + part
-            for part, tensor, is_needed in (
-                (names.scales, scales, True),
-                (names.zeros, zeros, how.has_zeros),
-                (names.groups, groups, how.has_groups),
-            )
-            if is_needed and tensor is None
-        ]
-        if scales is None or lacking:
-            raise CheckpointError(
-                f"{where.parent} holds {name}, but not {lacking[0]}. Copy the checkpoint again "
-                "from its source, all shards of it."
-            )
-        weight = f"{stem}weight"
-        if weight in found:
-            raise CheckpointError(
-                f"{where.parent} holds {weight} and {name}, which are one weight. Remove one of "
-                "them, or copy the checkpoint again from its source."
-            )
-        found[weight] = _weight(weight, _checked(how, numbers, scales, zeros, groups, said))
-    _refuse_left(found, names, where)
-    return found
+    called = _CALLED[how.form]
 
+    def weight_of(name: str, numbers: TensorSource, parts: Parts) -> TensorSource:
+        zeros, groups, said = map(parts.get, (called.zeros, called.groups, str(called.shape)))
+        return _weight(name, _checked(how, numbers, parts[called.scales], zeros, groups, said))
 
-def _refuse_left(found: dict[str, TensorSource], names: Names, where: Path) -> None:
-    """Raises CheckpointError: scales or zeros without a weight."""
-    for name in found:
-        stem, _, last = name.rpartition(".")
-        if last in (names.scales, names.zeros, names.groups):
-            raise CheckpointError(
-                f"{where.parent} holds {name}, but not {stem}.{names.numbers}. Copy the checkpoint "
-                "again from its source, all shards of it."
-            )
+    return joined(sources, called.of(how), where, weight_of)
 
 
 def _weight(name: str, packed: PackedInts) -> TensorSource:
