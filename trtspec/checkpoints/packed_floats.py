@@ -90,6 +90,13 @@ class Nvfp4Tensor(PackedTensor):
 
     packed: PackedFloats
 
+    def rows(self, start: int, length: int) -> TensorSource:
+        """As of `ScaledTensor`."""
+        whole = self.packed
+        assert whole.of_tensor is not None
+        numbers, scales = (part.rows(start, length) for part in (whole.numbers, whole.scales))
+        return _weight(self.numbers.name, whole.how, numbers, [scales, whole.of_tensor])
+
 
 def unpacked(
     sources: dict[str, TensorSource], how: Packing, where: Path

@@ -83,6 +83,16 @@ class PackedInts:
     scales: TensorSource
     zeros: TensorSource | None
     groups: TensorSource | None
+    first_row: int = 0  # of a larger one
+
+    def of_rows(self, start: int, length: int) -> PackedInts:
+        """Returns some rows of it."""
+        shape = length, self.shape[1]
+        return replace(self, shape=shape, first_row=self.first_row + start)
+
+    @property
+    def _rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.shape[0])
 
     def read(self, device: torch.device = _CPU) -> tuple[Tensor, Tensor]:
         """Returns the numbers [out, in] uint8 and the zeros [out, groups], of 4 bits uint8 too.
@@ -92,8 +102,8 @@ class PackedInts:
         Args:
             device: where words are taken apart.
         """
-        numbers = _numbers(self.how, self.numbers.read().to(device))[:, : self.shape[1]]
-        return numbers, self._read_zeros(device)
+        numbers = _numbers(self.how, self.numbers.read().to(device))
+        return numbers[self._rows, : self.shape[1]], self._read_zeros(device)
 
     def read_scales(self) -> Tensor:
         """Returns them, [out, groups] float32.
@@ -107,7 +117,8 @@ class PackedInts:
                 f"{self.scales.name} in {self.scales.path} holds {bad} scales that are NaN or "
                 "infinite. Copy the checkpoint again from its source."
             )
-        return scales if self.how.form == "compressed" else scales.t().contiguous()
+        scales = scales if self.how.form == "compressed" else scales.t()
+        return scales[self._rows].contiguous()
 
     def read_codes(self, cut: Cut | None = None) -> Tensor:
         """Returns number - zero in e4m3, [out, in] or a cut of it; of 4 bits and whole groups."""
@@ -150,11 +161,11 @@ class PackedInts:
             return torch.full((self.shape[0], count), middle, dtype=kind, device=device)
         words = self.zeros.read().to(device)
         if self.how.form == "compressed":
-            return _unpacked(words, bits, along=0)[: self.shape[0]]
+            return _unpacked(words, bits, along=0)[self._rows]
         zeros = _awq_numbers(words) if self.how.form == "awq" else _unpacked(words, bits, along=1)
         if bits == 8:  # 255 and one more is none
             zeros = zeros.to(torch.int16)
-        return (zeros + self.how.adds_to_zeros).t().contiguous()
+        return (zeros + self.how.adds_to_zeros).t()[self._rows].contiguous()
 
     def _group_of_columns(self) -> Tensor | None:
         """[in] int64; None if groups are whole."""
@@ -176,6 +187,10 @@ class Int4Tensor(PackedTensor):
     """A weight of 4 bits, as the checkpoint has it."""
 
     packed: PackedInts
+
+    def rows(self, start: int, length: int) -> TensorSource:
+        """As of `ScaledTensor`."""
+        return _weight(self.numbers.name, self.packed.of_rows(start, length))
 
 
 def unpacked(

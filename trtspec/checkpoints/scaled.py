@@ -41,6 +41,10 @@ class ScaledTensor:
         group = math.gcd(self.block[1], columns) if is_cut else self.block[1]
         return min(group, columns)
 
+    def rows(self, start: int, length: int) -> TensorSource | None:
+        """Returns some of its rows as a quantised tensor; None: they are read as floats."""
+        return None
+
     def _columns(self, cut: Cut | None) -> tuple[int, int]:
         """Returns where the columns of a cut begin, and how many there are."""
         if cut is None or cut.dim < len(self.numbers.shape) - 1:

@@ -65,7 +65,10 @@ class TensorSource:
             raise CheckpointError(damaged(self.path, error)) from error
 
     def rows(self, start: int, length: int) -> TensorSource:
-        """Returns some of its rows as a tensor of their own; of a quantised one as floats."""
+        """Returns some of its rows as a tensor of their own; of FP8 and INT8 ones as floats."""
+        packed = self.scaled.rows(start, length) if self.scaled is not None else None
+        if packed is not None:
+            return packed
 
         def read(cut: Cut | None = None) -> Tensor:
             if cut is None or cut.dim > 0:
