@@ -119,6 +119,7 @@ def test_what_is_not_json(served: Served, body: bytes) -> None:
         ({"seed": 2**63}, "seed"),
         ({"stop": ["a", "b", "c"]}, "stop"),
         ({"stop": [""]}, "stop"),
+        ({"stop": ""}, "stop"),
         ({"stop": "a" * 1025}, "stop"),
         ({"stop": ["a", "a" * 1025]}, "stop"),
         ({"stop": {"a": 1}}, "stop"),

@@ -54,7 +54,7 @@ def make_params(
             top_k=max(request.top_k, 0),  # -1 is off, too
             min_p=request.min_p,
             seed=_seed(request.seed),
-            stop=request.stop or None,
+            stop=request.stop,
             stop_token_ids=request.stop_token_ids,
             ignore_eos=request.ignore_eos,
             min_tokens=request.min_tokens,
