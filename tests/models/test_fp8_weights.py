@@ -297,6 +297,7 @@ MODELS: dict[str, tuple[Callable[[Path], Path], list[tuple[int, int]]]] = {
         lambda p: tiny_model_dir(p, "qwen3_moe", moe_intermediate_size=96), [(2, 1), (2, 2)]
     ),
     "minimax_m2": (lambda p: tiny_model_dir(p, "minimax_m2", intermediate_size=64), []),
+    "phi3": (lambda p: tiny_model_dir(p, "phi3", intermediate_size=96), [(2, 1)]),
     "step": (
         lambda p: step_dir(p, **{**STEP_MOE, "moe_intermediate_size": 32}), [(2, 1), (2, 2)]
     ),
@@ -328,6 +329,59 @@ def test_every_family(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(out, same(x, ids, weights), atol=1e-5, rtol=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(logits_of(model), logits_of(floats), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scales", ["tensor", "rows", "blocks"])
+def test_experts_in_one_tensor_stay_fp8(tmp_path: Path, scales: str) -> None:
+    """Each expert's part of it is."""
+    path = tiny_model_dir(tmp_path, "qwen3_moe", hidden_size=64, moe_intermediate_size=96)
+    twin = load_file(path / "model.safetensors")
+    tensors, (height, width) = (
+        dict(twin),
+        {"tensor": (0, 0), "rows": (1, 0), "blocks": (16, 32)}[scales],
+    )
+    for stem in {name.partition(".experts.")[0] for name in twin if ".experts." in name}:
+        of_expert = [
+            {p: tensors.pop(f"{stem}.experts.{e}.{p}_proj.weight") for p in ("gate", "up", "down")}
+            for e in range(6)
+        ]
+        whole = {
+            "gate_up_proj": torch.stack([torch.cat([w["gate"], w["up"]]) for w in of_expert]),
+            "down_proj": torch.stack([w["down"] for w in of_expert]),
+        }
+        for name, stack in whole.items():
+            rows, columns = height or stack.shape[1], width or stack.shape[2]
+            blocks = stack.unflatten(1, (-1, rows)).unflatten(3, (-1, columns))
+            scale = blocks.abs().amax((2, 4)) / 448 * 1.3
+            spread = scale.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
+            codes = (stack / spread).to(FP8)
+            full = f"{stem}.experts.{name}"
+            tensors |= {
+                full: codes,
+                f"{full}_scale_inv": scale if scales == "blocks" else scale[..., 0],
+            }
+            if scales == "tensor":
+                tensors[f"{full}_scale_inv"] = scale[:, 0, 0]
+            parts = (codes.float() * spread).unbind()
+            for e, part in enumerate(parts):
+                if name == "down_proj":
+                    twin[f"{stem}.experts.{e}.down_proj.weight"] = part
+                else:
+                    for half, value in zip(("gate", "up"), part.chunk(2), strict=True):
+                        twin[f"{stem}.experts.{e}.{half}_proj.weight"] = value.contiguous()
+    write(path, twin, None)
+    floats = load(path, WeightForm(), pack=False)
+    block = {"weight_block_size": [16, 32]} if scales == "blocks" else {}
+    write(path, tensors, {"quant_method": "fp8", **block})
+    model = load(path)
+    for layer, same in zip(model.layers, floats.layers, strict=True):
+        experts = layer.mlp.experts
+        for stack, exact in zip(
+            stacks(experts),
+            (same.mlp.experts.gate_up_proj, same.mlp.experts.down_proj),
+            strict=True,
+        ):
+            torch.testing.assert_close(dequantize(stack, torch.float32), exact.data.flatten(0, 1))
 
 
 @pytest.mark.slow

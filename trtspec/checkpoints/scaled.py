@@ -42,8 +42,33 @@ class ScaledTensor:
         return min(group, columns)
 
     def rows(self, start: int, length: int) -> TensorSource | None:
-        """Returns some of its rows as a quantised tensor; None: they are read as floats."""
-        return None
+        """Returns some of its rows as a quantised tensor; None: they begin within a block."""
+        return self._part(self.numbers.rows(start, length), start, length)
+
+    def expert_rows(self, expert: int, start: int, length: int) -> TensorSource | None:
+        """The same of one matrix of a stack."""
+        numbers = self.numbers.expert_rows(expert, start, length)
+        return self._part(numbers, start, length, expert)
+
+    def _part(
+        self, numbers: TensorSource, start: int, length: int, expert: int | None = None
+    ) -> TensorSource | None:
+        height = 1 if self.block is None else self.block[0]
+        if start % height:
+            return None
+
+        def of_part(scales: Tensor) -> Tensor:
+            scales = scales.reshape(self.shape)
+            scales = scales if expert is None else scales[expert]
+            is_whole = self.block is None and scales.shape[0] == 1
+            return scales if is_whole else scales[start // height : -(-(start + length) // height)]
+
+        shape = tuple(of_part(torch.empty(self.shape, device="meta")).shape)
+        scales = replace(
+            self.scales, shape=shape, load=lambda: of_part(self.scales.read()), load_cut=None
+        )
+        kind = PackedTensor if isinstance(self, PackedTensor) else ScaledTensor
+        return as_floats(numbers, kind(numbers, scales, shape, self.block))
 
     def _columns(self, cut: Cut | None) -> tuple[int, int]:
         """Returns where the columns of a cut begin, and how many there are."""

@@ -65,10 +65,10 @@ class TensorSource:
             raise CheckpointError(damaged(self.path, error)) from error
 
     def rows(self, start: int, length: int) -> TensorSource:
-        """Returns some of its rows as a tensor of their own; of FP8 and INT8 ones as floats."""
-        packed = self.scaled.rows(start, length) if self.scaled is not None else None
-        if packed is not None:
-            return packed
+        """Returns some of its rows as a tensor of their own."""
+        quantised = self.scaled.rows(start, length) if self.scaled is not None else None
+        if quantised is not None:
+            return quantised
 
         def read(cut: Cut | None = None) -> Tensor:
             if cut is None or cut.dim > 0:
@@ -81,6 +81,9 @@ class TensorSource:
 
     def expert_rows(self, expert: int, start: int, length: int) -> TensorSource:
         """Returns some rows of one matrix of a stack as a tensor of their own."""
+        of_expert = self.scaled.expert_rows if self.scaled is not None else None
+        if of_expert is not None and (part := of_expert(expert, start, length)) is not None:
+            return part
 
         def read(cut: Cut | None = None) -> Tensor:
             matrix = self.read(Cut(0, expert, 1, self.shape[0]))[0].narrow(0, start, length)
