@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from compressed_tensors.compressors import NaiveQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from oracle import random_prompts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from trtspec import LLM, SamplingParams
 
 FP8 = torch.float8_e4m3fn
 Tensors = dict[str, Tensor]
@@ -144,3 +147,10 @@ def to_blocks(path: Path, block: tuple[int, int]) -> Path:
     write(floats, twin, None)
     write(path, tensors, {"quant_method": "fp8", "weight_block_size": list(block)})
     return floats
+
+
+def texts_of(path: Path) -> list[list[int]]:
+    """Greedy texts of a model on the CPU."""
+    llm = LLM(path, device="cpu", dtype="float32", max_seq_len=64)
+    outputs = llm.generate(random_prompts(2), SamplingParams(max_tokens=10, ignore_eos=True))
+    return [output.outputs[0].token_ids for output in outputs]

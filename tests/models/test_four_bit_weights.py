@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from four_bits import Form, config_of, four_bits
-from oracle import random_prompts
-from quantized import Tensors, write
+from quantized import Tensors, texts_of, write
 from safetensors.torch import load_file
 from tiny import tiny_model_dir
 from torch import Tensor
 
-from trtspec import LLM, CheckpointError, SamplingParams
+from trtspec import CheckpointError
 from trtspec.checkpoints.dequantized import dequantized
 from trtspec.checkpoints.tensors import open_checkpoint
 
@@ -54,12 +53,6 @@ BY_METHOD["asymmetric"] = Form(PACKED, symmetric=False)
 MODULE = "model.layers.0.mlp.up_proj"
 
 
-def _texts(path: Path) -> list[list[int]]:
-    llm = LLM(path, device="cpu", dtype="float32", max_seq_len=64)
-    outputs = llm.generate(random_prompts(2), SamplingParams(max_tokens=10, ignore_eos=True))
-    return [output.outputs[0].token_ids for output in outputs]
-
-
 def _check_weights(path: Path, twin: Tensors) -> None:
     with ExitStack() as stack:
         sources = open_checkpoint(path, stack)
@@ -72,10 +65,10 @@ def _check_weights(path: Path, twin: Tensors) -> None:
 
 def _check(path: Path, twin: Tensors, tensors: Tensors, config: Config) -> None:
     write(path, twin, None)
-    plain = _texts(path)
+    plain = texts_of(path)
     write(path, tensors, config)
     _check_weights(path, twin)
-    assert _texts(path) == plain
+    assert texts_of(path) == plain
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -123,14 +116,14 @@ def test_biases_of_zeros_are_left_out(tmp_path: Path, value: float) -> None:
     twin = load_file(path / "model.safetensors")
     tensors, config = four_bits(BY_METHOD["gptq"], twin)
     write(path, twin, None)
-    plain = _texts(path)
+    plain = texts_of(path)
     tensors[f"{MODULE}.bias"] = torch.full((256,), value)
     write(path, tensors, config)
     if value:
         with pytest.raises(CheckpointError, match=r"up_proj.bias. Check .*mlp_bias"):
-            _texts(path)
+            texts_of(path)
     else:
-        assert _texts(path) == plain
+        assert texts_of(path) == plain
 
 
 def test_a_zero_of_256(tmp_path: Path) -> None:
@@ -153,12 +146,12 @@ def test_a_config_beside_config_json(tmp_path: Path) -> None:
     twin = load_file(path / "model.safetensors")
     tensors, _ = four_bits(Form("modelopt"), twin)
     write(path, twin, None)
-    plain = _texts(path)
+    plain = texts_of(path)
     write(path, tensors, None)
     said = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
     (path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
     _check_weights(path, twin)
-    assert _texts(path) == plain
+    assert texts_of(path) == plain
 
 
 @pytest.mark.parametrize("form", [f for f in FORMS if f.method in ("awq", "gptq")], ids=str)
@@ -200,7 +193,7 @@ def _refused(path: Path, tensors: Tensors, config: Config, said: str, why: str =
     """The message matches `said`, and names a cure; `why` is for a test that fails."""
     write(path, tensors, config)
     try:
-        _texts(path)
+        texts_of(path)
     except CheckpointError as error:
         assert re.search(said, str(error)), (why, error)
         assert re.search(r"[Cc]opy |[Uu]se |[Rr]emove |[Cc]heck |must be", str(error)), (why, error)

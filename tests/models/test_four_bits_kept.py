@@ -5,7 +5,6 @@ Engines keep them on Hopper in bf16. Here they are kept on the CPU in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,15 +39,16 @@ SIZES: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4,
     "num_hidden_layers": 2, "moe_intermediate_size": 128,
 }  # fmt: skip
-FAMILIES: dict[str, Callable[[Path], Path]] = {
-    name: lambda path, name=name, more=more: tiny_model_dir(path, name, **SIZES, **more)  # type: ignore[misc]
-    for name, more in {
-        "llama": {}, "qwen2": {}, "phi3": {}, "qwen3_moe": {"head_dim": 64},
-        "deepseek_v3": {
-            "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 64,
-        },
-    }.items()
+MORE: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen2": {}, "phi3": {}, "qwen3_moe": {"head_dim": 64},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 64,
+    },
 }  # fmt: skip
+
+
+def _of_family(name: str, path: Path) -> Path:
+    return tiny_model_dir(path, name, **SIZES, **MORE[name])
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def _kept_products(model: Decoder) -> set[str]:
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_logits_are_those_of_floats(tmp_path: Path, form: Form) -> None:
-    path = FAMILIES["llama"](tmp_path)
+    path = _of_family("llama", tmp_path)
     twin = load_file(path / "model.safetensors")
     tensors, config = four_bits(form, twin, random=form.method != "modelopt")
     write(path, twin, None)
@@ -85,12 +85,12 @@ def test_logits_are_those_of_floats(tmp_path: Path, form: Form) -> None:
     torch.testing.assert_close(_logits(model), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MORE)
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[3], FORMS[6]], ids=str)
 @pytest.mark.parametrize("size", [1, 2])
 def test_families_over_ranks(tmp_path: Path, name: str, form: Form, size: int) -> None:
     """A rank's part that kernels do not read is FP8 or floats, as the experts are."""
-    path = FAMILIES[name](tmp_path)
+    path = _of_family(name, tmp_path)
     twin = load_file(path / "model.safetensors")
     tensors, config = four_bits(form, twin)
     write(path, twin, None)
@@ -113,7 +113,7 @@ def test_activations_stay_floats_without_kernels(
 ) -> None:
     """Also where a row has one scale, or a rank's part of it: weights are FP8 with groups then."""
     monkeypatch.setattr(place, "_has_four_bits", lambda options: False)
-    path = FAMILIES["llama"](tmp_path)
+    path = _of_family("llama", tmp_path)
     twin = load_file(path / "model.safetensors")
     tensors, config = four_bits(form, twin)
     write(path, twin, None)
@@ -149,7 +149,7 @@ def test_what_kernels_do_not_read_is_no_longer_four_bits(tmp_path: Path) -> None
     twin = load_file(path / "model.safetensors")
     write(path, *four_bits(Form("pack-quantized"), twin))
     assert _kept_products(_load(path, KEPT)) == {"down_proj"}
-    path = FAMILIES["llama"](tmp_path / "digits")
+    path = _of_family("llama", tmp_path / "digits")
     twin = load_file(path / "model.safetensors")
     write(path, *four_bits(Form("pack-quantized", dtype=torch.float32), twin))
     model = _load(path, KEPT)

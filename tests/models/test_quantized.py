@@ -13,28 +13,21 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from oracle import random_prompts
-from quantized import FP8, Tensors, compressed, other, write
+from quantized import FP8, Tensors, compressed, other, texts_of, write
 from safetensors.torch import load_file
 from tiny import tiny_model_dir
 from tiny_gemma_moe import moe_dir
 from torch import Tensor
 
-from trtspec import LLM, CheckpointError, SamplingParams
+from trtspec import LLM, CheckpointError
 from trtspec.checkpoints.dequantized import dequantized
 from trtspec.checkpoints.tensors import open_checkpoint
-
-
-def _texts(path: Path) -> list[list[int]]:
-    llm = LLM(path, device="cpu", dtype="float32", max_seq_len=64)
-    outputs = llm.generate(random_prompts(2), SamplingParams(max_tokens=10, ignore_eos=True))
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 def _check(path: Path, twin: Tensors, tensors: Tensors, config: dict[str, Any] | None) -> None:
     """Every weight is its twin's to rounding, and so is the text."""
     write(path, twin, None)
-    plain = _texts(path)
+    plain = texts_of(path)
     write(path, tensors, config)
     with ExitStack() as stack:
         sources = open_checkpoint(path, stack)
@@ -43,7 +36,7 @@ def _check(path: Path, twin: Tensors, tensors: Tensors, config: dict[str, Any] |
     assert read.keys() == twin.keys()
     for name, weight in twin.items():
         torch.testing.assert_close(read[name], weight, atol=0, rtol=1e-6)
-    assert _texts(path) == plain
+    assert texts_of(path) == plain
 
 
 @pytest.mark.parametrize("kind", ["float", "int"])
@@ -127,7 +120,7 @@ def test_groups_of_activations_alone_are_left_out(tmp_path: Path) -> None:
     }
     write(path, twin, alone | {"kv_cache_scheme": None})
     with pytest.raises(CheckpointError, match="0 kinds of weights"):
-        _texts(path)
+        texts_of(path)
     write(path, twin | scales, alone)
     llm = LLM(path, device="cpu", dtype="float32", max_seq_len=64)
     (group,) = llm.executor.kv_cache.groups
@@ -140,14 +133,14 @@ def test_a_config_beside_config_json(tmp_path: Path) -> None:
     twin = load_file(path / "model.safetensors")
     tensors, _ = other("modelopt", twin)
     write(path, twin, None)
-    plain = _texts(path)
+    plain = texts_of(path)
     write(path, tensors, None)
     beside = path / "hf_quant_config.json"
     beside.write_text(json.dumps({"quantization": {"quant_algo": "FP8", "exclude_modules": []}}))
-    assert _texts(path) == plain
+    assert texts_of(path) == plain
     beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4_AWQ"}}))
     with pytest.raises(CheckpointError, match=r"hf_quant_config.json: quantization .*'NVFP4_AWQ'"):
-        _texts(path)
+        texts_of(path)
 
 
 def _group(**weights: Any) -> dict[str, Any]:
@@ -183,7 +176,7 @@ def test_what_is_not_read_is_named(tmp_path: Path, config: dict[str, Any], said:
     path = tiny_model_dir(tmp_path)
     write(path, load_file(path / "model.safetensors"), config)
     with pytest.raises(CheckpointError, match=said):
-        _texts(path)
+        texts_of(path)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +196,7 @@ def test_scales_that_do_not_fit(tmp_path: Path, scale: Tensor | None, said: str)
         tensors[name] = scale
     write(path, tensors, config)
     with pytest.raises(CheckpointError, match=said):
-        _texts(path)
+        texts_of(path)
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp8 inverse", "fp8 blocks"])
@@ -215,4 +208,4 @@ def test_two_scales_of_one_weight_are_refused(tmp_path: Path, form: str) -> None
     assert scale is not None
     write(path, {**tensors, name: scale, f"{name}_inv": 1 / scale}, config)
     with pytest.raises(CheckpointError, match=r"up_proj.weight_scale.* and .*; a weight has one"):
-        _texts(path)
+        texts_of(path)

@@ -66,3 +66,12 @@ def joined(
                 f"{names.dtype}. Copy the checkpoint again from its source, all shards of it."
             )
     return found
+
+
+def unfit(tensor: TensorSource, what: str) -> CheckpointError:
+    """Returns the error of a tensor that does not fit; `what` it must be."""
+    return CheckpointError(
+        f"{tensor.name} in {tensor.path} has shape {list(tensor.shape)} and dtype {tensor.dtype}; "
+        f"it {what}. Check quantization_config in config.json (bits, group_size), or copy the "
+        "checkpoint again."
+    )

@@ -28,15 +28,14 @@ from torch import Tensor
 from ..distributed.parallel import Cut
 from ..errors import CheckpointError
 from .mxfp4 import e4m3_of_e2m1, powers
-from .packed import Names, Parts, joined
+from .packed import Names, Parts, joined, unfit
 from .quantization import FP8, Packing
 from .scaled import PackedTensor, as_floats
 from .tensors import FLOATS, TensorSource
 
 _BYTES = "U8"
-
-
 _OF_TENSOR = {"modelopt": "weight_scale_2", "nvfp4": "weight_global_scale", "mxfp4": None}
+"""What the scale of a whole tensor is called, by form."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +126,13 @@ def _weight(
     is_matrix = len(numbers.shape) == 2 and numbers.dtype == _BYTES
     if not is_matrix or numbers.shape[1] * 2 % how.group:
         what = f"must be [outputs, inputs / 2] of {_BYTES}, of a multiple of {how.group} inputs"
-        raise _unfit(numbers, what)
+        raise unfit(numbers, what)
     shape = numbers.shape[0], numbers.shape[1] * 2
     groups, dtype = (shape[0], shape[1] // how.group), _BYTES if how.form == "mxfp4" else FP8
     if of_groups.shape != groups or of_groups.dtype != dtype:
-        raise _unfit(of_groups, f"must be {list(groups)} of {dtype} for {numbers.name}")
+        raise unfit(of_groups, f"must be {list(groups)} of {dtype} for {numbers.name}")
     if of_tensor is not None and (math.prod(of_tensor.shape) != 1 or of_tensor.dtype not in FLOATS):
-        raise _unfit(of_tensor, f"must be one number of {' or '.join(FLOATS)}")
+        raise unfit(of_tensor, f"must be one number of {' or '.join(FLOATS)}")
     packed = PackedFloats(how, numbers, of_groups, of_tensor)
     floats = replace(numbers, name=name, shape=shape)
     codes = replace(floats, dtype=FP8, load=packed.read_codes, load_cut=packed.read_codes)
@@ -141,10 +140,3 @@ def _weight(
     kind = PackedTensor if how.form == "mxfp4" else Nvfp4Tensor
     more = {} if how.form == "mxfp4" else {"packed": packed}
     return as_floats(floats, kind(codes, read, groups, (1, how.group), **more))
-
-
-def _unfit(tensor: TensorSource, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{tensor.name} in {tensor.path} has shape {list(tensor.shape)} and dtype {tensor.dtype}; "
-        f"it {what}. Check quantization_config in config.json, or copy the checkpoint again."
-    )

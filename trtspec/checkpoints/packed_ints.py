@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..distributed.parallel import Cut
 from ..errors import CheckpointError
-from .packed import Names, Parts, joined
+from .packed import Names, Parts, joined, unfit
 from .quantization import FP8, Packing
 from .scaled import PackedTensor, as_floats
 from .tensors import FLOATS, TensorSource
@@ -253,7 +253,7 @@ def _checked(
     ):
         dims = 1 if tensor is groups else 2
         if tensor is not None and (tensor.dtype not in kinds or len(tensor.shape) != dims):
-            raise _unfit(tensor, f"must be {dims}-dimensional, of {' or '.join(kinds)}")
+            raise unfit(tensor, f"must be {dims}-dimensional, of {' or '.join(kinds)}")
     if is_rows:
         out, columns = numbers.shape[0], numbers.shape[1] * factor
     elif how.form == "gptq":
@@ -282,15 +282,7 @@ def _checked(
 
 def _expect(tensor: TensorSource, shape: tuple[int, ...], of: TensorSource) -> None:
     if tensor.shape != shape:
-        raise _unfit(tensor, f"must be {list(shape)} for {of.name} of {list(of.shape)}")
-
-
-def _unfit(tensor: TensorSource, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{tensor.name} in {tensor.path} has shape {list(tensor.shape)} and dtype {tensor.dtype}; "
-        f"it {what}. Check quantization_config in config.json (bits, group_size), or copy the "
-        "checkpoint again."
-    )
+        raise unfit(tensor, f"must be {list(shape)} for {of.name} of {list(of.shape)}")
 
 
 # -- words -----------------------------------------------------------------------------------------

@@ -190,7 +190,8 @@ def _packed(form: str, weights: Fields) -> Packing | str:
     kind = weights.get("type"), weights.get("num_bits")
     said = f"weights of {kind[1]!r} bits, type {kind[0]!r}, in {form}"
     if form == "pack-quantized":
-        if kind not in (("int", 4), ("int", 8)) or weights.get("strategy") not in _OF_ROWS:
+        is_of_rows = weights.get("strategy") in ("group", "channel")
+        if kind not in (("int", 4), ("int", 8)) or not is_of_rows:
             return f"{said}, strategy {weights.get('strategy')!r}"
         group = weights.get("group_size") if weights["strategy"] == "group" else -1
         if not is_int(group, 1) and group != -1:
@@ -204,9 +205,6 @@ def _packed(form: str, weights: Fields) -> Packing | str:
     if weights.get("group_size") not in (None, group):
         return f"{said}, group_size {weights['group_size']!r}"
     return Packing(name, group=group)
-
-
-_OF_ROWS = "group", "channel"
 
 
 def _of_words(fields: Fields, form: str, **more: Any) -> Packing | str:

@@ -21,7 +21,7 @@ ROWS, STEP = 8, 128  # rows and columns whose numbers lie together
 NVFP4_GROUP = 16
 GROUPS = 32, 64
 """Of integers, columns that may share a scale; else a multiple of `STEP`."""
-_WIDE, _NARROW, _OF_FLOATS = 4, 16, 8  # bytes of a row's scales, by form
+_NARROW, _OF_FLOATS = 16, 8  # bytes of a row's scales: of groups below `STEP`, and of NVFP4
 CODES = ROWS * STEP // 2  # bytes of a record's numbers
 MAX_ROWS = 128
 """More rows than this are cuBLAS's, with the weight made float before."""
