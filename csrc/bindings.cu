@@ -92,18 +92,23 @@ void run(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
   });
 }
 
+// Those of rows that records of these bytes have; null: none.
+const float* row_scales(int record, const Optional<TensorView>& scales, int64_t rows) {
+  const bool has_scales = record == trtspec::kFourBitRecord<trtspec::FourBits::kFloats>;
+  check(scales.has_value() == has_scales, "NVFP4 weights have scales of rows, integers none");
+  if (!has_scales) return nullptr;
+  const TensorView& of = scales.value();
+  check(is_dense(of) && of.numel() == rows && of.dtype().bits == 32, "a scale in float32 for each row");
+  return static_cast<const float*>(of.data_ptr());
+}
+
 // [n / 8, k / 128, bytes], and of floats a scale for each row.
 void set_four_bits(LinearParams& p, const TensorView& weight, const Optional<TensorView>& scales) {
   p.weight = weight.data_ptr(), p.record = static_cast<int>(weight.size(2));
   p.n = static_cast<int>(weight.size(0)) * 8;
   check(is_dense(weight) && is_aligned(p.weight) && weight.dtype().bits == 8,
         "records of bytes in one piece, by 16 of them");
-  const bool has_scales = p.record == trtspec::kFourBitRecord<trtspec::FourBits::kFloats>;
-  check(scales.has_value() == has_scales, "NVFP4 weights have scales of rows, integers none");
-  if (!has_scales) return;
-  p.scales = static_cast<const float*>(scales.value().data_ptr());
-  check(is_dense(scales.value()) && scales.value().size(0) == p.n && scales.value().dtype().bits == 32,
-        "a scale in float32 for each row");
+  p.scales = row_scales(p.record, scales, p.n);
 }
 
 LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,
@@ -278,20 +283,28 @@ void experts(TensorView x, TensorView ids, TensorView weights, TensorView gate_u
 
 // x [n, k]; rows [pairs] of it, or none: pair i has row i. limit: infinity for none. alpha: 0 for none.
 void expert_tiles(TensorView x, Optional<TensorView> rows, TensorView ends, TensorView weight,
-                  TensorView scales, Optional<TensorView> bias, bool is_gated, bool is_gelu,
+                  Optional<TensorView> scales, Optional<TensorView> bias, bool is_gated, bool is_gelu,
                   double limit, double alpha, TensorView out) {
   trtspec::TiledExpertParams p = {};
   p.x = x.data_ptr(), p.x_stride = x.stride(0);
   p.ends = static_cast<const int*>(ends.data_ptr());
-  p.weight = weight.data_ptr(), p.scales = scales.data_ptr(), p.out = out.data_ptr();
+  p.weight = weight.data_ptr(), p.out = out.data_ptr();
   p.experts = static_cast<int>(weight.size(0)), p.n = static_cast<int>(weight.size(1)) * 8;
-  p.k = static_cast<int>(weight.size(2)) * 64;
+  const bool has_records = weight.ndim() == 4;
+  p.k = static_cast<int>(weight.size(2)) * (has_records ? trtspec::kFourBitStep : 64);
   p.gate = {is_gelu, static_cast<float>(limit), static_cast<float>(alpha)};
   const int64_t pairs = out.size(0);
   check(is_dense(ends) && ends.size(0) == p.experts && ends.dtype().bits == 32,
         "an end of each expert, int32");
   check(p.experts <= trtspec::kTiledExperts, "at most 1,024 experts");
-  check_fp4(weight, scales);
+  const int record = has_records ? static_cast<int>(weight.size(3)) : 0;
+  if (has_records) {
+    check(is_dense(weight), "records of bytes in one piece");
+    p.scales = p.weight, p.row_scales = row_scales(record, scales, p.experts * p.n);
+  } else {
+    check_fp4(weight, scales.value());
+    p.scales = scales.value().data_ptr();
+  }
   check(p.n % trtspec::kItemRows == 0 && trtspec::fp4_steps(p.k) >= trtspec::kTeamWarps,
         "outputs by 32, more than 384 inputs");
   check(x.size(1) == p.k && x.stride(1) == 1 && x.stride(0) % 8 == 0, "rows of the inputs' size");
@@ -310,7 +323,10 @@ void expert_tiles(TensorView x, Optional<TensorView> rows, TensorView ends, Tens
     check(is_dense(of) && of.size(0) == p.experts && of.size(1) == p.n, "a bias for each output");
     check(of.dtype().code == kDLBfloat, "biases in bfloat16");
   }
-  check(trtspec::launch_expert_tiles(is_gated, p, stream_of(x)));
+  if (!has_records) return check(trtspec::launch_expert_tiles(is_gated, p, stream_of(x)));
+  check(by_form(record, [&](auto form) {
+    return trtspec::launch_record_tiles<form.value>(is_gated, p, stream_of(x));
+  }));
 }
 
 // Calls `run` with a value of the logits' element type.

@@ -25,6 +25,7 @@ from trtspec import (
     MTPDecodingConfig,
     SamplingParams,
 )
+from trtspec.ops.experts.fp4 import Fp4Weight
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,7 +91,7 @@ def _llm(
 
 def test_mxfp4_stays(folder: Path, tmp_path: Path) -> None:
     target = _llm(folder, tmp_path, "mxfp4", "plain", "cuda").executor.target
-    assert all(layer.mlp.experts.fp4 is not None for layer in target.layers)
+    assert all(layer.mlp.experts.kind is Fp4Weight for layer in target.layers)
 
 
 @pytest.mark.parametrize(("family", "mode"), CASES)

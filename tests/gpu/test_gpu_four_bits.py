@@ -230,6 +230,6 @@ def test_experts_are_fp8_with_groups(tmp_path: Path, method: str) -> None:
         llm = LLM(path, device=device, dtype="float32", max_seq_len=64, max_batch_size=3)
         if device == "cuda":
             experts = llm.executor.target.layers[0].mlp.experts
-            assert [weight.group for weight in experts.fp8] == [32 if method[0] == "p" else 16] * 2
+            assert [weight.group for weight in experts.held] == [32 if method[0] == "p" else 16] * 2
         texts.append([output.outputs[0].token_ids for output in llm.generate(prompts, asked)])
     assert texts[0] == texts[1]

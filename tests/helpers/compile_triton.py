@@ -140,10 +140,17 @@ def _layers() -> dict[str, Any]:
     from trtspec.attention.triton_generations import paged_attention
     from trtspec.layers.norm import RMSNorm
     from trtspec.ops.experts import triton as experts
+    from trtspec.ops.experts import triton_four_bits as four_bit_experts
     from trtspec.ops.experts import triton_fp4 as fp4_experts
     from trtspec.ops.experts import triton_fp8 as fp8_experts
     from trtspec.ops.experts.fp4 import empty as empty_fp4
-    from trtspec.ops.layer import triton_activation, triton_embedding, triton_norm, triton_rope
+    from trtspec.ops.layer import (
+        four_bits,
+        triton_activation,
+        triton_embedding,
+        triton_norm,
+        triton_rope,
+    )
     from trtspec.ops.layer import triton_fp8 as fp8
     from trtspec.ops.layer import triton_fp8_rows as fp8_rows
     from trtspec.ops.layer.fp8 import FP8, Fp8Weight, Rescaling
@@ -163,7 +170,12 @@ def _layers() -> dict[str, Any]:
 
     by = Rescaling(torch.zeros(8), torch.zeros(256), half(256))
     fp4_weight = empty_fp4(torch.Size((8, 64, 192)), torch.device("cpu"))
-    for module in (fp8, fp8_experts, fp4_experts):  # as on the GPU that these tensors are not on
+    for module in (
+        fp8,
+        fp8_experts,
+        fp4_experts,
+        four_bit_experts,
+    ):  # as on the GPU that these tensors are not on
         vars(module)["is_quick"] = lambda codes, dtype: dtype == torch.bfloat16
     q, slots, norm = half(8, 4, 64), half(640, 2, 64), RMSNorm(64, 1e-6, 1.0).bfloat16()
     tables = Tables(torch.zeros(2, 8, dtype=torch.int32), indices(8))
@@ -216,6 +228,23 @@ def _layers() -> dict[str, Any]:
                 (torch.bfloat16, 200.0),
                 (torch.float16, 1.0),
                 (torch.float32, 1.0),
+            )
+        ),
+        *(
+            (
+                four_bit_experts.grouped_matmul,
+                half(8, 256).to(dtype),
+                four_bits.empty((8, 64, 256), group, slots.device),
+                ends,
+                average,
+            )
+            for group, dtype, average in (
+                (32, torch.bfloat16, 20.0),
+                (128, torch.bfloat16, 200.0),
+                (16, torch.bfloat16, 20.0),
+                (16, torch.bfloat16, 200.0),
+                (128, torch.float32, 1.0),
+                (16, torch.float32, 1.0),
             )
         ),
         *((fp8.multiply_floats, half(n, 256), fp8_weight(128, 64, 256)) for n in (8, 40, 128)),

@@ -61,7 +61,7 @@ def _load(path: Path, form: WeightForm, parallel: Parallel = ONE_RANK) -> Decode
 
 
 @torch.no_grad()
-def _logits(model: Decoder) -> Tensor:
+def logits_of(model: Decoder) -> Tensor:
     prompts = prompt_tensors(90)
     meta, positions = prefill_metadata(model.config, [len(prompt) for prompt in prompts])
     return gather_logits(model.compute_logits(model(torch.cat(prompts), positions, meta)))
@@ -78,11 +78,11 @@ def test_logits_are_those_of_floats(tmp_path: Path, form: Form) -> None:
     twin = load_file(path / "model.safetensors")
     tensors, config = four_bits(form, twin, random=form.method != "modelopt")
     write(path, twin, None)
-    expected = _logits(_load(path, WeightForm()))
+    expected = logits_of(_load(path, WeightForm()))
     write(path, tensors, config)
     model = _load(path, KEPT)
     assert _kept_products(model) == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
-    torch.testing.assert_close(_logits(model), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of(model), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", MORE)
@@ -94,12 +94,12 @@ def test_families_over_ranks(tmp_path: Path, name: str, form: Form, size: int) -
     twin = load_file(path / "model.safetensors")
     tensors, config = four_bits(form, twin)
     write(path, twin, None)
-    expected = _logits(_load(path, WeightForm()))
+    expected = logits_of(_load(path, WeightForm()))
     write(path, tensors, config)
 
     def of_rank(comm: Communicator) -> tuple[Tensor, set[str]]:
         model = _load(path, KEPT, Parallel(comm))
-        return _logits(model), _kept_products(model)
+        return logits_of(model), _kept_products(model)
 
     for logits, kept in ThreadRanks(size).run(of_rank):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
@@ -117,12 +117,12 @@ def test_activations_stay_floats_without_kernels(
     twin = load_file(path / "model.safetensors")
     tensors, config = four_bits(form, twin)
     write(path, twin, None)
-    expected = _logits(_load(path, WeightForm()))
+    expected = logits_of(_load(path, WeightForm()))
     write(path, tensors, config)
 
     def of_rank(comm: Communicator) -> tuple[Tensor, int]:
         model = _load(path, KEPT, Parallel(comm))
-        return _logits(model), sum(isinstance(m, Linear) and bool(m.fp8) for m in model.modules())
+        return logits_of(model), sum(isinstance(m, Linear) and bool(m.fp8) for m in model.modules())
 
     for logits, count in ThreadRanks(size).run(of_rank):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
@@ -136,11 +136,11 @@ def test_groups_that_do_not_divide_a_row(tmp_path: Path) -> None:
         Form("gptq", group=256), twin, lambda name: "down_proj" in name, random=True
     )
     write(path, twin, None)
-    expected = _logits(_load(path, WeightForm()))
+    expected = logits_of(_load(path, WeightForm()))
     write(path, tensors, config)
     model = _load(path, KEPT)
     assert _kept_products(model) == {"down_proj"}
-    torch.testing.assert_close(_logits(model), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of(model), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_what_kernels_do_not_read_is_no_longer_four_bits(tmp_path: Path) -> None:

@@ -105,10 +105,10 @@ def products(model: Decoder) -> dict[str, Linear]:
 
 def stacks(experts: Experts) -> list[Fp8Weight]:
     """Of FP8 experts, flattened: all rows of gate and up, and of down."""
-    assert experts.fp8 is not None
+    assert experts.held is not None
     return [
         Fp8Weight(codes.flatten(0, 1), scales.flatten(0, 1), group)
-        for codes, scales, group in experts.fp8
+        for codes, scales, group in experts.held
     ]
 
 
@@ -324,8 +324,8 @@ def test_every_family(tmp_path: Path, name: str) -> None:
         # What CUDA runs without kernels of its own.
         x = torch.randn(5, experts.size, generator=torch.Generator().manual_seed(0))
         ids, weights = torch.tensor([[0, 3], [1, 2], [4, 5], [0, 1], [3, 4]]), torch.rand(5, 2)
-        assert experts.fp8 is not None
-        out = grouped_experts(x, ids, weights, *experts.fp8, experts.gate_and_mul)
+        assert experts.held is not None
+        out = grouped_experts(x, ids, weights, *experts.held, experts.gate_and_mul)
         torch.testing.assert_close(out, same(x, ids, weights), atol=1e-5, rtol=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(logits_of(model), logits_of(floats), atol=1e-4, rtol=1e-4)

@@ -31,6 +31,8 @@ from trtspec.distributed.parallel import Parallel
 from trtspec.errors import CheckpointError
 from trtspec.layers.experts import Experts
 from trtspec.models.decoder import Decoder
+from trtspec.ops.experts.fp4 import Fp4Weight
+from trtspec.ops.layer.fp8 import Fp8Weight
 
 pytest.importorskip("transformers.models.gpt_oss", reason="transformers is too old for an oracle")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -60,15 +62,12 @@ def test_mxfp4_logits_equal_transformers(tmp_path: Path, sizes: dict[str, int]) 
 
 # -- kept as they are ----------------------------------------------------------------------------
 KEPT = replace(ON_CPU, form=WeightForm(keeps_fp8=True))
+KINDS = {Fp4Weight: "MXFP4", Fp8Weight: "FP8", None: "floats"}
 
 
 def _kind(model: Decoder) -> str:
     """What all experts of the model are."""
-    (kind,) = {
-        "MXFP4" if experts.fp4 else "FP8" if experts.fp8 else "floats"
-        for experts in model.modules()
-        if isinstance(experts, Experts)
-    }
+    (kind,) = {KINDS[experts.kind] for experts in model.modules() if isinstance(experts, Experts)}
     return kind
 
 
@@ -130,7 +129,7 @@ def test_large_scales_make_them_fp8(tmp_path: Path, caplog: pytest.LogCaptureFix
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
         model, plain = load_decoder(path, KEPT), load_decoder(path, ON_CPU)
         layers = zip(model.layers, plain.layers, strict=True)
-        assert {"MXFP4" if layer.mlp.experts.fp4 else "FP8" for layer in model.layers} == kinds
+        assert {KINDS[layer.mlp.experts.kind] for layer in model.layers} == kinds
         x, ids = torch.randn(3, 64), torch.tensor([[1, 0]] * 3)
         for ours, expected in layers:
             pair = (layer.mlp.experts(x, ids, torch.ones(3, 2)) for layer in (ours, expected))

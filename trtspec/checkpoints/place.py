@@ -25,7 +25,7 @@ from ..errors import CheckpointError
 from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..models.placement import Placement
-from ..ops.experts import fp4
+from ..ops.experts import fp4, tiles
 from ..ops.experts.fp4 import Fp4Weight
 from ..ops.layer import four_bits
 from ..ops.layer.four_bits import FourBitWeight
@@ -51,7 +51,7 @@ WEIGHTS_AT_ONCE = 1 << 24
 """Weights that are quantised at once; what that takes beside the model is small."""
 
 _Leaf = tuple[str, str]
-_Into = Tensor | Fp8Weight | Fp4Weight | FourBitWeight | FourBitParts
+_Into = Tensor | Fp8Weight | Fp4Weight | FourBitWeight
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ def place_tensors(
         CheckpointError: a file is damaged, or a quantised weight is NaN.
     """
     into: dict[_Leaf, _Into] = {}
+    unfinished: dict[tuple[_Leaf, int | None], FourBitParts] = {}
     dtype, device, form = options.dtype, options.device, options.form
     of_four_bits = _of_four_bits(placement_of, sources, form)
     packed = _packed_products(model, placement_of, sources, options)
@@ -132,19 +133,21 @@ def place_tensors(
         if placement.is_elsewhere:
             continue
         leaf = _leaf(placement)
-        if leaf in packed and leaf not in into:
+        if leaf in packed:
             shape = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
-            into[leaf] = FourBitParts(shape, packed[leaf], device)
+            key = leaf, placement.expert
+            if key not in unfinished:
+                unfinished[key] = FourBitParts(shape[-2:], packed[leaf], device)
+            unfinished[key].place(sources[name], placement)
+            if unfinished[key].is_complete:
+                into[leaf] = _with(into.get(leaf), unfinished.pop(key), placement.expert, shape)
+            continue
         to = into[leaf]
         if placement.expert is not None:
             to = _each(to, itemgetter(placement.expert))
         if placement.cut is not None and placement.module.endswith("lm_head"):
             _zero_from(to, placement.shape[placement.dim])
-        if isinstance(to, FourBitParts):
-            to.place(sources[name], placement)
-            if to.is_complete:
-                into[leaf] = to.packed()
-        elif isinstance(to, Fp4Weight):
+        if isinstance(to, Fp4Weight):
             _place_fp4(to, sources[name], placement)
         elif leaf in groups or (form.quantizes and _is_of_product(model, placement, form)):
             _place_product(to, sources[name], placement, device)
@@ -383,8 +386,7 @@ def _packed_products(
     for name, placement in placement_of.items():
         if isinstance(sources[name].scaled, Int4Tensor | Nvfp4Tensor):
             is_product = _is_of_product(model, placement, form)
-            is_linear = is_product and isinstance(model.get_submodule(placement.module), Linear)
-            group = packed_group(sources[name], placement) if is_linear else None
+            group = packed_group(sources[name], placement) if is_product else None
         else:
             group = None
         parts[_leaf(placement)].append(group)
@@ -398,13 +400,21 @@ def _packed_products(
         for name, placement in placement_of.items()
         if isinstance(sources[name].scaled, PackedTensor) and placement.leaf in _STACKS
     }
-    if mixtures:
+    others = {name for name in mixtures if any((name, leaf) not in found for leaf in _STACKS)}
+    found = {leaf: group for leaf, group in found.items() if leaf[0] not in others}
+    if not (found or mixtures) or not _has_four_bits(options):
+        return {}
+    if others:
         logger.warning(
-            "The experts of %d mixtures do not stay 4 bits: they take FP8's memory, with scales "
-            "twice the checkpoint's or a little more.",
+            "The experts of %d of %d mixtures do not stay 4 bits: they take FP8's memory, with "
+            "scales twice the checkpoint's or a little more. Kernels read INT4 and NVFP4 where a "
+            "rank's part has outputs by 32, and inputs by 128 from %d on. Share experts out in "
+            "place of their width (moe_expert_parallel_size).",
+            len(others),
             len(mixtures),
+            4 * four_bits.STEP,
         )
-    return found if found and _has_four_bits(options) else {}
+    return found
 
 
 def _has_four_bits(options: LoadOptions) -> bool:
@@ -421,9 +431,28 @@ def _has_four_bits(options: LoadOptions) -> bool:
 
 
 def _is_whole(model: nn.Module, leaf: _Leaf) -> bool:
-    """Whether records divide a weight."""
-    out, columns = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
-    return out % (2 * four_bits.ROWS) == 0 and columns % four_bits.STEP == 0
+    """Whether records divide a weight, and kernels read a stack of that shape."""
+    shape = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
+    *stack, out, columns = shape
+    if out % (2 * four_bits.ROWS) or columns % four_bits.STEP:
+        return False
+    return not stack or tiles.fits(shape)
+
+
+def _with(
+    there: _Into | None, parts: FourBitParts, expert: int | None, shape: torch.Size
+) -> FourBitWeight:
+    """Returns a parameter of that shape with a weight that is complete, or an expert's."""
+    weight = parts.packed()
+    if expert is None:
+        return weight
+    if there is None:
+        there = four_bits.empty(shape, parts.group, weight.records.device)
+    assert isinstance(there, FourBitWeight)
+    for to, part in zip(there.at(expert), weight, strict=True):
+        if to is not None and part is not None:
+            to.copy_(part)
+    return there
 
 
 def _hold(model: nn.Module, into: Mapping[_Leaf, _Into]) -> None:
@@ -432,16 +461,14 @@ def _hold(model: nn.Module, into: Mapping[_Leaf, _Into]) -> None:
         module = model.get_submodule(name)
         if isinstance(tensors, Tensor):
             setattr(module, leaf, nn.Parameter(tensors, requires_grad=False))
-        elif isinstance(tensors, FourBitWeight):
-            assert isinstance(module, Linear)
+        elif isinstance(tensors, FourBitWeight) and isinstance(module, Linear):
             module.hold_four_bits(tensors)
         elif isinstance(module, Linear):
             assert isinstance(tensors, Fp8Weight)
             module.hold_fp8(tensors)
         elif isinstance(module, Experts) and leaf == "gate_up_proj":
             down = into[name, "down_proj"]
-            assert isinstance(tensors, Fp8Weight | Fp4Weight)
-            assert isinstance(down, Fp8Weight | Fp4Weight)
+            assert not isinstance(down, Tensor)
             module.hold(tensors, down)
     for kind, name in ((Fp8Weight, "FP8"), (Fp4Weight, "MXFP4"), (FourBitWeight, "4-bit")):
         kept = [weight for weight in into.values() if isinstance(weight, kind)]

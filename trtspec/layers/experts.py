@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from .. import native
 from ..distributed.parallel import WHOLE, Shard
 from ..ops.experts.fp4 import Fp4Weight
-from ..ops.experts.torch import ExpertBiases, floats_of, grouped_experts
+from ..ops.experts.torch import ExpertBiases, Quantized, floats_of, grouped_experts
 from ..ops.layer.activation import SWIGLU, GateAndMul
-from ..ops.layer.fp8 import FP8, Fp8Weight
+from ..ops.layer.four_bits import FourBitWeight
+from ..ops.layer.fp8 import Fp8Weight
 from .linear import Linear
 
 MAX_ROWS, MAX_CHOICES, MAX_EXPERTS = 8, 16, 1024
@@ -33,7 +34,7 @@ class Experts(nn.Module):
 
     They have `gate_up_proj` [E, 2I, D] and `down_proj` [E, D, I], perhaps with biases. After
     `pack()` on CPU each expert's packed `Linear`s replace the weights. After `hold` these are codes
-    of FP8 or MXFP4, and `gate_up_scales` and `down_scales` what those are multiplied by.
+    of 8 or 4 bits, and `gate_up_scales` and `down_scales` what those are multiplied by.
 
     Args:
         gate_and_mul: what stands between the two products, [n, 2I] -> [n, I].
@@ -68,18 +69,22 @@ class Experts(nn.Module):
         if has_bias:
             self.gate_up_proj_bias = _empty_bias(num_experts, 2 * inner)
             self.down_proj_bias = _empty_bias(num_experts, size)
-        self.gate_up_scales: nn.Parameter | None = None  # [E, 2I, ceil(D / group)] float32
-        self.down_scales: nn.Parameter | None = None  # [E, D, ceil(I / group)] float32
+        self.kind: type[Quantized] | None = None  # of weights that are held
+        self.gate_up_scales: nn.Parameter | None = None
+        self.down_scales: nn.Parameter | None = None
         self.gate_up_group, self.down_group = size, inner
         self._packed: list[tuple[Linear, Linear]] = []
 
-    def hold(self, gate_up: Fp8Weight | Fp4Weight, down: Fp8Weight | Fp4Weight) -> None:
-        """Replaces the weights by stacks of FP8 or MXFP4 ones, both of one kind, which this keeps
-        as they are."""
-        self.gate_up_proj = nn.Parameter(gate_up.codes, requires_grad=False)
-        self.gate_up_scales = nn.Parameter(gate_up.scales, requires_grad=False)
-        self.down_proj = nn.Parameter(down.codes, requires_grad=False)
-        self.down_scales = nn.Parameter(down.scales, requires_grad=False)
+    def hold(self, gate_up: Quantized, down: Quantized) -> None:
+        """Replaces the weights by quantised stacks, both of one kind, which this keeps as they
+        are."""
+        self.kind = type(gate_up)
+        (codes, scales), (down_codes, down_scales) = gate_up[:2], down[:2]
+        self.gate_up_proj = nn.Parameter(codes, requires_grad=False)
+        self.down_proj = nn.Parameter(down_codes, requires_grad=False)
+        if scales is not None and down_scales is not None:  # else they lie among the codes
+            self.gate_up_scales = nn.Parameter(scales, requires_grad=False)
+            self.down_scales = nn.Parameter(down_scales, requires_grad=False)
         if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight):
             self.gate_up_group, self.down_group = gate_up.group, down.group
 
@@ -95,36 +100,26 @@ class Experts(nn.Module):
         return (None, None) if first is None or second is None else (first[expert], second[expert])
 
     @property
-    def fp8(self) -> tuple[Fp8Weight, Fp8Weight] | None:
-        """The stacks `gate_up_proj` and `down_proj` where they are FP8, else None."""
-        if (stacks := self._codes(FP8)) is None:
+    def held(self) -> tuple[Quantized, Quantized] | None:
+        """The stacks `gate_up_proj` and `down_proj` where they are quantised, else None."""
+        up, down, up_scales, down_scales = (
+            self.gate_up_proj, self.down_proj, self.gate_up_scales, self.down_scales,
+        )  # fmt: skip
+        if self.kind is None or up is None or down is None:
             return None
-        (gate_up, up_scales), (down, down_scales) = stacks
-        first = Fp8Weight(gate_up, up_scales, self.gate_up_group)
+        if self.kind is FourBitWeight:
+            return FourBitWeight(up, up_scales), FourBitWeight(down, down_scales)
+        assert up_scales is not None and down_scales is not None
+        if self.kind is Fp4Weight:
+            return Fp4Weight(up, up_scales), Fp4Weight(down, down_scales)
+        first = Fp8Weight(up, up_scales, self.gate_up_group)
         return first, Fp8Weight(down, down_scales, self.down_group)
-
-    @property
-    def fp4(self) -> tuple[Fp4Weight, Fp4Weight] | None:
-        """The same where they are MXFP4."""
-        if (stacks := self._codes(torch.uint8)) is None:
-            return None
-        return Fp4Weight(*stacks[0]), Fp4Weight(*stacks[1])
-
-    def _codes(
-        self, dtype: torch.dtype
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-        """Both stacks' codes and scales if they have codes of this dtype."""
-        gate_up, down = self.gate_up_proj, self.down_proj
-        if gate_up is None or down is None or gate_up.dtype != dtype:
-            return None
-        assert self.gate_up_scales is not None and self.down_scales is not None
-        return (gate_up, self.gate_up_scales), (down, self.down_scales)
 
     def pack(self) -> None:
         """Packs every expert as `Linear.pack` does; does nothing off the CPU, nor to codes."""
         if self.gate_up_proj is None or self.gate_up_proj.device.type != "cpu":
             return
-        if self.gate_up_scales is not None:
+        if self.kind is not None:
             return
         assert self.down_proj is not None
         for expert in range(self.num_experts):
@@ -162,7 +157,7 @@ class Experts(nn.Module):
         is_few = 0 < rows <= MAX_ROWS and rows * (2 * size + 64) <= MAX_RESTING_BYTES
         is_small = ids.shape[1] <= MAX_CHOICES and self.num_experts <= MAX_EXPERTS
         is_readable = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-        serves = self._serves_floats if self.gate_up_scales is None else self._serves_codes
+        serves = self._serves_floats if self.kind is None else self._serves_codes
         bias = self.gate_up_proj_bias
         is_same = bias is None or bias.dtype == x.dtype
         if not (is_few and is_small and is_readable and is_same and serves(x)):
@@ -177,9 +172,9 @@ class Experts(nn.Module):
 
     def _serves_codes(self, x: Tensor) -> bool:
         has_steps = self.size % 64 == 0 and self.inner % 64 == 0
-        if not (x.dtype == torch.bfloat16 and has_steps):
+        if not (x.dtype == torch.bfloat16 and has_steps) or self.kind is FourBitWeight:
             return False
-        if self.fp4 is not None:
+        if self.kind is Fp4Weight:
             return x.shape[0] <= MAX_FP4_ROWS
         of_groups = (self.gate_up_group, self.size), (self.down_group, self.inner)
         has_groups = all(group % 64 == 0 or group >= columns for group, columns in of_groups)
@@ -223,7 +218,7 @@ class Experts(nn.Module):
             out = self._expert_by_expert(x, ids, weights)
             return out if residual is None else residual.add_(out)
         assert self.gate_up_proj is not None and self.down_proj is not None
-        gate_up, down = self.fp8 or self.fp4 or (self.gate_up_proj, self.down_proj)
+        gate_up, down = self.held or (self.gate_up_proj, self.down_proj)
         of_rows = x, ids, weights
         between, biases = self.gate_and_mul, self.biases
         return grouped_experts(*of_rows, gate_up, down, between, self.total, biases, residual)
@@ -247,7 +242,7 @@ class Experts(nn.Module):
             first, second = self._packed[expert]
             return second(self.gate_and_mul(first(x)))
         up_bias, down_bias = self._biases_of(expert)
-        if (held := self.fp8 or self.fp4) is not None:
+        if (held := self.held) is not None:
             gate_up, down = (floats_of(stack, expert, x.dtype) for stack in held)
         else:
             assert self.gate_up_proj is not None and self.down_proj is not None

@@ -1,5 +1,6 @@
-// One product of a mixture of experts in MXFP4, of rows sorted by expert. Weights are the 16-row operand of
-// the tensor cores and become bf16 in registers; rows of x are columns, and rest in shared memory.
+// One product of a mixture of experts whose weights have 4 bits, of rows sorted by expert. Weights are the 16-row
+// operand of the tensor cores and become bf16 in registers; rows of x are columns, and rest in shared memory.
+// `expert_codes.cuh` has the forms of weights.
 //
 // An expert's rows are cut into tiles of up to 24, and a tile's outputs into items of 32: four groups. There
 // is one block for each multiprocessor, and each has as many items, one after the other: so few blocks change
@@ -12,7 +13,7 @@
 // A row's result does not depend on the rows beside it: the order of its sum is fixed by k.
 #pragma once
 
-#include "fp4.cuh"
+#include "expert_codes.cuh"
 #include "gate.cuh"
 #include "hopper.cuh"
 #include "skinny_linear.cuh"
@@ -20,7 +21,7 @@
 namespace trtspec {
 
 constexpr int kTeams = 3, kTeamWarps = 4, kTiledThreads = kTeams * kTeamWarps * 32;
-constexpr int kItemRows = 32, kColumns = 3;  // outputs of an item; eights of rows of x, at most
+constexpr int kItemRows = 8 * kCodeGroups;  // outputs of an item
 constexpr int kTiledExperts = 1024;
 
 struct TiledExpertParams {
@@ -29,12 +30,13 @@ struct TiledExpertParams {
   const int64_t* rows;  // row of x of each pair, null: its own
   const int* ends;      // [experts], where each one's pairs end
   int experts;          // at most kTiledExperts
-  const void* weight;   // [experts, n / 8, k / 64, 8, 32] codes, as `fp4.cuh` has them
-  const void* scales;   // [experts, n / 8, ceil(k / 128), 8, 4] e8m0 codes
+  const void* weight;   // as `expert_codes.cuh` says
+  const void* scales;   // of MXFP4; of records the weight
   int n, k;             // n by 32; k by 64, of kTeamWarps steps at least
+  const float* row_scales;  // [experts, n], of NVFP4
   const void* bias;     // [experts, n], null: none
   void* out;            // [pairs, n]; gated [pairs, n / 2]
-  int tile_rows;        // rows of a tile: by 8, up to those of kColumns
+  int tile_rows;        // rows of a tile: by 8, up to those of kEights
   Gate gate;
 };
 
@@ -47,32 +49,12 @@ __host__ __device__ constexpr int tile_shared(int k, int rows) {
   return rows * tile_pitch(k) + kTeams * team_sums(rows);
 }
 
-// What a lane multiplies in a step: 16 bytes of each group, and its row's scales.
-struct Fp4Piece {
-  uint4 codes[4];
-  uint32_t scales[4];
-};
-
 __device__ inline uint4 load_once(const char* from) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(from));
   return v;
-}
-
-__device__ inline uint4 load_shared(int address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address));
-  return v;
-}
-
-// Keeps a value in a register where the compiler would rather compute it anew, again and again.
-__device__ inline int kept(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
 }
 
 __device__ inline void arrive_named(int id, int threads) {
@@ -99,46 +81,11 @@ __device__ inline void count_tiles(const TiledExpertParams& p, int* last_tiles, 
   }
 }
 
-// A step of an item times kOf eights of rows of x, of which this lane's first piece is at x_at.
-template <int kOf>
-__device__ inline void multiply_item_step(float (&acc)[2][kColumns][4], const uint4 (&codes)[4],
-                                          const uint32_t (&powers)[4][2], int x_at, int eight_rows) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint4 low_x[kOf], high_x[kOf];
-#pragma unroll
-    for (int c = 0; c < kOf; ++c) {
-      low_x[c] = load_shared(x_at + c * eight_rows + half * 64);
-      high_x[c] = load_shared(x_at + c * eight_rows + half * 64 + 128);
-    }
-#pragma unroll
-    for (int w = 0; w < 2; ++w) {
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const uint32_t lo = word_of(codes[2 * m], half * 2 + w);
-        const uint32_t hi = word_of(codes[2 * m + 1], half * 2 + w);
-        const uint2 a = widen_fp4<false>(lo, powers[2 * m][0]);
-        const uint2 b = widen_fp4<false>(hi, powers[2 * m + 1][0]);
-#pragma unroll
-        for (int c = 0; c < kOf; ++c) {
-          multiply_add(acc[m][c], a.x, b.x, a.y, b.y, word_of(low_x[c], 2 * w),
-                       word_of(low_x[c], 2 * w + 1), bf16());
-        }
-        const uint2 d = widen_fp4<true>(lo, powers[2 * m][1]);
-        const uint2 e = widen_fp4<true>(hi, powers[2 * m + 1][1]);
-#pragma unroll
-        for (int c = 0; c < kOf; ++c) {
-          multiply_add(acc[m][c], d.x, e.x, d.y, e.y, word_of(high_x[c], 2 * w),
-                       word_of(high_x[c], 2 * w + 1), bf16());
-        }
-      }
-    }
-  }
-}
-
-template <bool kGated>
+template <typename Codes, bool kGated>
 __global__ void __launch_bounds__(kTiledThreads)
     expert_tiles(const __grid_constant__ TiledExpertParams p) {
+  using Piece = typename Codes::Piece;
+  constexpr int kEights = Codes::kEights;
   extern __shared__ __align__(128) char shared[];
   __shared__ int last_tiles[kTiledExperts];
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -178,12 +125,12 @@ __global__ void __launch_bounds__(kTiledThreads)
   auto behind = [&](int i) { return kGated ? i / 2 * 8 + i % 2 * (p.n / 2) : i * 8; };
 
   // What is fetched next. After the last item it is fetched again and not used: loads without a condition
-  // need no branch. Behind k there are zeros of x, which any codes do for.
+  // need no branch.
   int next_tile = first_tile, next_item = first_item, next_step = begin;
   int entered_tile = -1, entered = 0;  // the tile of what is fetched, and its expert
-  const int own_steps = (p.k - t / 2 * 64 + kFp4Step - 64) / kFp4Step;  // that this lane has codes in
+  const int own_steps = Codes::steps_with_codes(p.k, t);
   const char *codes_at = nullptr, *scales_at = nullptr;
-  const int64_t code_row = p.k / 2, scale_row = steps * 4;
+  const int64_t code_row = Codes::code_row(p.k), scale_row = Codes::scale_row(p.k);
   auto enter = [&] {
     while (next_item >= items_a_tile) next_item -= items_a_tile, ++next_tile;
     if (next_tile > last_tile || (next_tile == last_tile && next_item > last_item)) {
@@ -191,16 +138,17 @@ __global__ void __launch_bounds__(kTiledThreads)
     }
     if (entered_tile != next_tile) entered_tile = next_tile, entered = expert_of(next_tile);
     const int64_t row = static_cast<int64_t>(entered) * p.n + first_row(next_item);
-    codes_at = static_cast<const char*>(p.weight) + row * code_row + fp4_place(g, t);
-    scales_at = static_cast<const char*>(p.scales) + row * scale_row + g * 4;
+    codes_at = static_cast<const char*>(p.weight) + row * code_row + Codes::code_place(g, t);
+    scales_at = static_cast<const char*>(p.scales) + row * scale_row + Codes::scale_place(g);
   };
-  auto fetch = [&](Fp4Piece& piece, int zero) {
-    const char* const codes = codes_at + min(next_step, own_steps - 1) * kGroupCodes + zero;
-    const char* const scales = scales_at + next_step * kGroupScales + zero;
+  auto fetch = [&](Piece& piece, int zero) {
+    const char* const codes = codes_at + min(next_step, own_steps - 1) * Codes::kStepCodes + zero;
+    const char* const scales = scales_at + next_step * Codes::kStepScales + zero;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kCodeGroups; ++i) {
       piece.codes[i] = load_once(codes + behind(i) * code_row);
-      piece.scales[i] = __ldg(reinterpret_cast<const uint32_t*>(scales + behind(i) * scale_row));
+      const char* const of_row = scales + behind(i) * scale_row;
+      piece.scales[i] = __ldg(reinterpret_cast<const typename Codes::Scales*>(of_row));
     }
     if (++next_step == end) {
       next_step = begin, next_item += kTeams;
@@ -208,7 +156,7 @@ __global__ void __launch_bounds__(kTiledThreads)
     }
   };
   enter();
-  Fp4Piece now, later;
+  Piece now, later;
   fetch(now, 0);
 
   // The tile whose rows rest in shared memory. (`next_rows` goes on by one, and so is called for the first.)
@@ -226,7 +174,7 @@ __global__ void __launch_bounds__(kTiledThreads)
     const int pieces = steps * 16;
     for (int i = threadIdx.x; i < columns * 8 * pieces; i += kTiledThreads) {
       const int row = i / pieces, piece = i % pieces;
-      const int column = piece / 16 * kFp4Step + fp4_column(piece % 4, piece / 4 % 4);
+      const int column = piece / 16 * kFp4Step + Codes::column(piece % 4, piece / 4 % 4);
       const bool inside = row < count && column < p.k;
       const int64_t pair = first_pair + row;
       const bf16* from = static_cast<const bf16*>(p.x);
@@ -242,27 +190,23 @@ __global__ void __launch_bounds__(kTiledThreads)
     next_rows();
   }
 
-  const int low = kept(fp4_selector(t / 2 * 2)), high = kept(fp4_selector(t / 2 * 2 + 1));
+  const Codes codes(t);
   const int my_x = kept(shared_address(shared) + g * pitch + t * 16), eight_rows = 8 * pitch;
-  float acc[2][kColumns][4] = {};
+  float acc[2][kEights][4] = {};
   // Multiplies what has come while what comes after it is on its way. (A thread cannot wait for some of its
-  // loads: where all have one counter, it waits for all. So the next are made when these have come. A power's
-  // first bit, which is 0, goes into their addresses, so that they are not made earlier.)
-  auto multiply = [&](const Fp4Piece& piece, Fp4Piece& other) {
-    uint32_t powers[4][2];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      powers[i][0] = fp4_power(piece.scales[i], low), powers[i][1] = fp4_power(piece.scales[i], high);
-    }
-    fetch(other, powers[0][0] >> 31);
+  // loads: where all have one counter, it waits for all. So the next are made when these have come. A bit of
+  // theirs that is 0 goes into the others' addresses, so that they are not made earlier.)
+  auto multiply = [&](const Piece& piece, Piece& other) {
+    const auto multipliers = codes.multipliers(piece);
+    fetch(other, Codes::zero_of(piece, multipliers));
     const int x_at = my_x + step * (kFp4Step * 2);
-    static_assert(kColumns == 3);
+    static_assert(kEights == 2 || kEights == 3);
     if (columns == 1) {
-      multiply_item_step<1>(acc, piece.codes, powers, x_at, eight_rows);
+      codes.template multiply<1>(acc, piece, multipliers, x_at, eight_rows);
     } else if (columns == 2) {
-      multiply_item_step<2>(acc, piece.codes, powers, x_at, eight_rows);
-    } else {
-      multiply_item_step<3>(acc, piece.codes, powers, x_at, eight_rows);
+      codes.template multiply<2>(acc, piece, multipliers, x_at, eight_rows);
+    } else if constexpr (kEights == 3) {
+      codes.template multiply<3>(acc, piece, multipliers, x_at, eight_rows);
     }
   };
   // A lane has sums of row g of each of the four groups, and of columns 2 t and 2 t + 1 of each eight. Each
@@ -276,7 +220,7 @@ __global__ void __launch_bounds__(kTiledThreads)
     if (has_summed) sync_named(empty, 2 * kTeamWarps * 32);
     has_summed = true;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
+    for (int c = 0; c < kEights; ++c) {
       if (c >= columns) break;
 #pragma unroll
       for (int quarter = 0; quarter < 4; ++quarter) {
@@ -285,22 +229,26 @@ __global__ void __launch_bounds__(kTiledThreads)
       }
     }
     const int row = first_row(item) + g + behind(2 * own_half), up = behind(1);
-    float bias_lo = 0.0f, bias_hi = 0.0f;
+    const int64_t of_expert = static_cast<int64_t>(expert) * p.n + row;
+    float bias_lo = 0.0f, bias_hi = 0.0f, scale_lo = 1.0f, scale_hi = 1.0f;
     if (p.bias != nullptr) {
-      const int64_t of_expert = static_cast<int64_t>(expert) * p.n;
-      const bf16* const bias = static_cast<const bf16*>(p.bias) + of_expert + row;
+      const bf16* const bias = static_cast<const bf16*>(p.bias) + of_expert;
       bias_lo = to_float(bias[0]), bias_hi = to_float(bias[up]);
+    }
+    if constexpr (Codes::kHasRowScales) {
+      scale_lo = p.row_scales[of_expert], scale_hi = p.row_scales[of_expert + up];
     }
     sync_named(full, kTeamWarps * 32);
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
+    for (int c = 0; c < kEights; ++c) {
       if (c >= columns) break;
-      float lo = bias_lo, hi = bias_hi;
+      float lo = 0.0f, hi = 0.0f;
 #pragma unroll
       for (int w = 0; w < kTeamWarps; ++w) {
         const float2 part = *place(warp, w, c);
         lo += part.x, hi += part.y;
       }
+      lo = fmaf(lo, scale_lo, bias_lo), hi = fmaf(hi, scale_hi, bias_hi);
       const int token = c * 8 + t * 2 + own_column;
       if (token >= count) continue;
       const int64_t pair = first_pair + token;
@@ -315,7 +263,7 @@ __global__ void __launch_bounds__(kTiledThreads)
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
+      for (int c = 0; c < kEights; ++c) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc[m][c][i] = 0.0f;
       }
@@ -323,7 +271,7 @@ __global__ void __launch_bounds__(kTiledThreads)
   };
   // Multiplies, and returns whether that was the last of all. (Each of the two pieces has this code of its
   // own: where registers that are being loaded are moved, the loads are waited for.)
-  auto advance = [&](const Fp4Piece& piece, Fp4Piece& other) {
+  auto advance = [&](const Piece& piece, Piece& other) {
     multiply(piece, other);
     if (++step < end) return false;
     step = begin;

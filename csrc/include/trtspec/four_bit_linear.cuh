@@ -49,8 +49,11 @@ __device__ inline void widen_floats(uint32_t word, uint32_t power, uint32_t (&pa
 }
 
 // 2^118 times a scale, twice: a pair of `widen_fp4` has 2^-8 of its value then.
+__device__ inline uint32_t power_of_selected(uint32_t codes, int selector) {
+  return __byte_perm(codes, 0, selector) * 16u + 0x75807580u;
+}
 __device__ inline uint32_t power_of_scale(uint32_t codes, int byte) {
-  return __byte_perm(codes, 0, fp4_selector(byte)) * 16u + 0x75807580u;
+  return power_of_selected(codes, fp4_selector(byte));
 }
 
 struct FourBitGroup {  // of integers

@@ -45,8 +45,10 @@ cudaError_t launch_widen(const LinearParams& params, cudaStream_t stream);
 template <typename T, int kBits>
 cudaError_t launch_experts(const ExpertParams& up, const ExpertParams& down, cudaStream_t stream);
 
-// MXFP4 weights, any number of rows; sets tile_rows itself.
-cudaError_t launch_expert_tiles(bool is_gated, TiledExpertParams params, cudaStream_t stream);
+// MXFP4 weights, or ones of 4 bits in records; any number of rows. They set tile_rows themselves.
+cudaError_t launch_expert_tiles(bool is_gated, const TiledExpertParams& params, cudaStream_t stream);
+template <FourBits F>
+cudaError_t launch_record_tiles(bool is_gated, const TiledExpertParams& params, cudaStream_t stream);
 
 // num_rows: of the logits.
 template <typename T>

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from ..launch.dispatch import kernels, twin
 from ..launch.machine import INVARIANT_ROWS
+from ..layer import four_bits
 from ..layer.activation import SWIGLU, GateAndMul
+from ..layer.four_bits import FourBitWeight
 from ..layer.fp8 import Fp8Weight, dequantize
 from ..layer.norm import Norm, rms_norm
 from . import fp4, tiles
@@ -102,8 +104,10 @@ def normed_router_logits(x: Tensor, norm: Norm, weight: Tensor) -> tuple[Tensor,
     return normed, router_logits(normed, weight)
 
 
-Weight = Tensor | Fp8Weight | Fp4Weight
+Quantized = Fp8Weight | Fp4Weight | FourBitWeight
+Weight = Tensor | Quantized
 """A stack of experts' weights."""
+_KERNELS = {Fp8Weight: "fp8", Fp4Weight: "fp4", FourBitWeight: "four_bits"}
 
 
 class ExpertBiases(NamedTuple):
@@ -135,7 +139,7 @@ def grouped_experts(
             here and adds nothing.
         residual: as `combine`'s.
     """
-    count = (gate_up if isinstance(gate_up, Tensor) else gate_up.codes).shape[0]
+    count = (gate_up if isinstance(gate_up, Tensor) else gate_up[0]).shape[0]
     total = total or count
     has_others = total > count
     rows, ends, positions = sort_by_expert(ids, count + has_others)
@@ -143,8 +147,8 @@ def grouped_experts(
     average = ids.numel() / total
     first, second = biases or (None, None)
     if (
-        isinstance(gate_up, Fp4Weight)
-        and isinstance(down, Fp4Weight)
+        isinstance(gate_up, Fp4Weight | FourBitWeight)
+        and isinstance(down, Fp4Weight | FourBitWeight)
         and tiles.serve(x, (gate_up, down), average)
     ):
         inner = tiles.gated(x, rows, gate_up, ends, gate_and_mul, first)  # [T*k, I]
@@ -168,7 +172,7 @@ def grouped_matmul(
     """Multiplies rows x [N, K], sorted by expert, each with its expert's of weight [E, M, K].
 
     Args:
-        weight: float, FP8 with codes [E, M, K] and scales [E, M, ceil(K / group)], or MXFP4.
+        weight: float, FP8 with codes [E, M, K] and scales [E, M, ceil(K / group)], or of 4 bits.
         ends: [E] int32, where each expert's rows end.
         average: rows of an expert, as may be expected; a hint for the choice of kernels.
         bias: [E, M], added to the rows of each expert; or None.
@@ -177,8 +181,7 @@ def grouped_matmul(
         [N, M]; what rows behind the last expert's have is not defined.
     """
     if not isinstance(weight, Tensor):
-        kind = "fp8" if isinstance(weight, Fp8Weight) else "fp4"
-        triton = kernels(f"experts.triton_{kind}", x)
+        triton = kernels(f"experts.triton_{_KERNELS[type(weight)]}", x)
         if triton is not None:
             return triton.grouped_matmul(x, weight, ends, average, bias)
         return _with_bias(_one_expert_at_a_time(x, weight, ends), bias, ends)
@@ -198,9 +201,9 @@ def _with_bias(y: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
     return y.add_(bias[owners.clamp_(max=len(bias) - 1)])  # rows behind the last have no owner
 
 
-def _one_expert_at_a_time(x: Tensor, weight: Fp8Weight | Fp4Weight, ends: Tensor) -> Tensor:
+def _one_expert_at_a_time(x: Tensor, weight: Quantized, ends: Tensor) -> Tensor:
     """As `grouped_matmul`, in float32, with the chosen experts' weights made float for a moment."""
-    columns = (weight.shape if isinstance(weight, Fp4Weight) else weight.codes.shape)[1]
+    columns = (weight.codes if isinstance(weight, Fp8Weight) else weight).shape[1]
     out, begin = x.new_zeros(x.shape[0], columns), 0
     for expert, end in enumerate(ends.tolist()):
         if end > begin:
@@ -211,10 +214,12 @@ def _one_expert_at_a_time(x: Tensor, weight: Fp8Weight | Fp4Weight, ends: Tensor
     return out
 
 
-def floats_of(weight: Fp8Weight | Fp4Weight, expert: int, dtype: torch.dtype) -> Tensor:
+def floats_of(weight: Quantized, expert: int, dtype: torch.dtype) -> Tensor:
     """Returns one expert's weight [M, K] in a float dtype."""
     if isinstance(weight, Fp8Weight):
         return dequantize(weight.at(expert), dtype)
+    if isinstance(weight, FourBitWeight):
+        return four_bits.dequantize(weight.at(expert), dtype)
     return fp4.dequantize(weight.one(expert), dtype)[0]
 
 

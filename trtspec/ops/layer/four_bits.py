@@ -7,6 +7,7 @@ the order in which numbers lie, `four_bit_tiles.cuh` that of more rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,25 +31,52 @@ _FOLD = 2.0**8
 
 
 class FourBitWeight(NamedTuple):
-    """A weight [out, in], where 16 divides `out` and 128 `in`.
+    """A weight [out, in], where 16 divides `out` and 128 `in`, or a stack of such [E, out, in].
 
     Of 8 rows what they have in 128 columns is a record. A row has 64 bytes of numbers there: four
     pieces of 16, and piece t has words 0 … 3, of columns 32 i + 8 t … 32 i + 8 t + 7 each. Behind
     the rows' numbers are their scales.
     """
 
-    records: Tensor  # [out / 8, in / 128, bytes] uint8
-    row_scales: Tensor | None  # [out] float32 of NVFP4; integers have none
+    records: Tensor  # [(E,) out / 8, in / 128, bytes] uint8
+    row_scales: Tensor | None  # [(E,) out] float32 of NVFP4; integers have none
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)."""
-        return self.records.shape[0] * ROWS, self.records.shape[1] * STEP
+    def shape(self) -> tuple[int, ...]:
+        """([E,] out, in)."""
+        *stack, rows, steps, _ = self.records.shape
+        return *stack, rows * ROWS, steps * STEP
 
     @property
     def scale_bytes(self) -> int:
         """Of a row in a record."""
-        return (self.records.shape[2] - CODES) // ROWS
+        return (self.records.shape[-1] - CODES) // ROWS
+
+    def at(self, expert: int) -> FourBitWeight:
+        """Returns one weight of a stack, in its memory."""
+        scales = None if self.row_scales is None else self.row_scales[expert]
+        return FourBitWeight(self.records[expert], scales)
+
+
+def empty(shape: Sequence[int], group: int, device: torch.device) -> FourBitWeight:
+    """Returns room for a stack of weights [E, out, in].
+
+    Args:
+        group: columns that share a scale; `NVFP4_GROUP` are NVFP4's.
+    """
+    count, out, columns = shape
+    is_floats = group == NVFP4_GROUP
+    scale_bytes = _OF_FLOATS if is_floats else 4 * _entries(group)
+    records = count, out // ROWS, columns // STEP, CODES + ROWS * scale_bytes
+    return FourBitWeight(
+        torch.empty(records, dtype=torch.uint8, device=device),
+        torch.empty(count, out, device=device) if is_floats else None,
+    )
+
+
+def _entries(group: int) -> int:
+    """Returns how many scales of integers a row has in a record."""
+    return _NARROW // 4 if group < STEP else 1
 
 
 def from_integers(numbers: Tensor, zeros: Tensor, scales: Tensor, group: int) -> FourBitWeight:
@@ -60,10 +88,10 @@ def from_integers(numbers: Tensor, zeros: Tensor, scales: Tensor, group: int) ->
         group: columns that share a zero and a scale, of `GROUPS` or a multiple of `STEP`.
     """
     entries = scales.float().contiguous().view(torch.int32) & -256 | zeros.int()  # [out, groups]
-    per_group = _NARROW // 4 if group < STEP else 1  # entries for 128 columns
-    columns = torch.arange(numbers.shape[1] // STEP * per_group, device=numbers.device)
-    entries = entries[:, columns * (STEP // per_group) // group]
-    of_steps = entries.contiguous().view(torch.uint8).unflatten(1, (-1, 4 * per_group))
+    count = _entries(group)  # of 128 columns
+    columns = torch.arange(numbers.shape[1] // STEP * count, device=numbers.device)
+    entries = entries[:, columns * (STEP // count) // group]
+    of_steps = entries.contiguous().view(torch.uint8).unflatten(1, (-1, 4 * count))
 
     def place(code: Tensor, pair: int, half: int) -> Tensor:
         at = (3 + 4 * pair + 16 * half) % 32
@@ -94,7 +122,7 @@ _LEAST = 9
 
 
 def dequantize(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:
-    """Returns the weight [out, in] in a float dtype, rounded once."""
+    """Returns a weight [out, in], which is no stack, in a float dtype, rounded once."""
     numbers, scales = weight.records.split([CODES, ROWS * weight.scale_bytes], dim=-1)
     words = numbers.contiguous().view(torch.int32).unflatten(-1, (ROWS, 4, 4))
     words = words.transpose(-1, -2)  # [out / 8, steps, 8, i, t]

@@ -1,0 +1,121 @@
+"""Experts of 4 bits that stay so, also over ranks: on the CPU here, in engines on Hopper."""
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from four_bits import Form, four_bits
+from loading import ON_CPU
+from quantized import write
+from safetensors.torch import load_file
+from test_four_bits_kept import KEPT, logits_of
+from thread_ranks import ThreadRanks
+from tiny import tiny_model_dir
+from torch import Tensor
+
+from trtspec.checkpoints import place
+from trtspec.checkpoints.place import WeightForm
+from trtspec.checkpoints.weights import load_decoder
+from trtspec.distributed.comm import Communicator
+from trtspec.distributed.parallel import ONE_RANK, Parallel
+from trtspec.layers.experts import Experts
+from trtspec.models.decoder import Decoder
+from trtspec.ops.layer.four_bits import FourBitWeight
+
+FORMS = [
+    Form("pack-quantized"), Form("awq", group=128, symmetric=False), Form("gptq", group=64),
+    Form("nvfp4-pack-quantized"), Form("modelopt"),
+]  # fmt: skip
+SIZES: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_hidden_layers": 2, "moe_intermediate_size": 512,
+}  # fmt: skip
+MORE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"head_dim": 64}, "mixtral": {"intermediate_size": 512},
+    "deepseek_v3": {"num_key_value_heads": 4},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "_has_four_bits", lambda options: True)
+
+
+def _load(path: Path, form: WeightForm, parallel: Parallel = ONE_RANK) -> Decoder:
+    return load_decoder(path, replace(ON_CPU, form=form, pack=False), parallel)
+
+
+def _mixtures(model: Decoder) -> list[Experts]:
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
+def _checkpoint(name: str, path: Path, form: Form, **sizes: Any) -> tuple[Path, Tensor]:
+    """One whose experts have 4 bits, and the logits of their values."""
+    path = tiny_model_dir(path, name, **{**SIZES, **MORE[name], **sizes})
+    twin = load_file(path / "model.safetensors")
+    tensors, config = four_bits(form, twin, lambda name: ".experts." in name, random=True)
+    write(path, twin, None)
+    expected = logits_of(_load(path, WeightForm()))
+    write(path, tensors, config)
+    return path, expected
+
+
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_logits_are_those_of_floats(tmp_path: Path, name: str, form: Form) -> None:
+    path, expected = _checkpoint(name, tmp_path, form)
+    model = _load(path, KEPT)
+    assert {mixture.kind for mixture in _mixtures(model)} == {FourBitWeight}
+    torch.testing.assert_close(logits_of(model), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[1], FORMS[3]], ids=str)
+@pytest.mark.parametrize("experts", [1, 2])
+def test_over_ranks(
+    tmp_path: Path, form: Form, experts: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Experts that are dealt out stay 4 bits, but kernels do not read a half of their width."""
+    path, expected = _checkpoint("qwen3_moe", tmp_path, form)
+
+    def of_rank(comm: Communicator) -> tuple[Tensor, set[bool]]:
+        model = _load(path, KEPT, Parallel(comm, experts))
+        kept = {mixture.kind is FourBitWeight for mixture in _mixtures(model)}
+        return logits_of(model), kept
+
+    with caplog.at_level(logging.WARNING):
+        results = ThreadRanks(2).run(of_rank)
+    for logits, kept in results:
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        assert kept == {experts == 2}
+    assert ("moe_expert_parallel_size" in caplog.text) is (experts == 1)
+
+
+def test_wide_experts_are_cut(tmp_path: Path) -> None:
+    path, expected = _checkpoint("qwen3_moe", tmp_path, FORMS[1], moe_intermediate_size=1024)
+
+    def of_rank(comm: Communicator) -> Tensor:
+        model = _load(path, KEPT, Parallel(comm))
+        assert all(mixture.kind is FourBitWeight for mixture in _mixtures(model))
+        return logits_of(model)
+
+    for logits in ThreadRanks(2).run(of_rank):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_both_products_stay_or_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """down_proj has 4 bits and the others are floats."""
+    path = tiny_model_dir(tmp_path, "qwen3_moe", **SIZES, **MORE["qwen3_moe"])
+    twin = load_file(path / "model.safetensors")
+    tensors, config = four_bits(FORMS[1], twin, lambda n: ".experts." in n and "down" in n)
+    write(path, twin, None)
+    expected = logits_of(_load(path, WeightForm()))
+    write(path, tensors, config)
+    with caplog.at_level(logging.WARNING):
+        model = _load(path, KEPT)
+    assert {mixture.kind for mixture in _mixtures(model)} == {None}
+    torch.testing.assert_close(logits_of(model), expected, atol=1e-4, rtol=1e-4)
+    assert "The experts of 2 of 2 mixtures do not stay 4 bits" in caplog.text
