@@ -302,8 +302,10 @@ def _four_bits(name: str, shape: tuple[int, ...], device: torch.device) -> Tenso
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         words = torch.empty(shape, dtype=torch.int32, device=device)
         return words.random_(-(2**31), 2**31 - 1, generator=generator)
-    if name.endswith("qzeros"):  # eight
-        return torch.full(shape, -0x77777778, dtype=torch.int32, device=device)
+    if name.endswith("qzeros"):  # seven or eight: numbers' mean is between them
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        words = torch.empty(shape, dtype=torch.int32, device=device)
+        return (words.random_(generator=generator) & 0x11111111) + 0x77777777
     if name.endswith(".scales"):  # numbers less their zeros are some 4.6
         scale = (shape[0] * 128) ** -0.5 / 4.6
         return torch.full(shape, scale, dtype=torch.float16, device=device)

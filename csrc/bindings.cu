@@ -209,9 +209,9 @@ trtspec::ExpertParams stacked(const TensorView& ids, const TensorView& weights,
   p.weights = static_cast<const float*>(weights.data_ptr());
   p.rows = static_cast<int>(ids.size(0)), p.choices = static_cast<int>(ids.size(1));
   p.weight = weight.data_ptr(), p.experts = static_cast<int>(weight.size(0));
-  const bool is_fp4 = weight.ndim() == 5;
-  p.n = static_cast<int>(weight.size(1)) * (is_fp4 ? 8 : 1);
-  p.k = static_cast<int>(weight.size(2)) * (is_fp4 ? 64 : 1);
+  const bool is_fp4 = weight.ndim() == 5, has_records = weight.ndim() == 4;
+  p.n = static_cast<int>(weight.size(1)) * (is_fp4 || has_records ? 8 : 1);
+  p.k = static_cast<int>(weight.size(2)) * (is_fp4 ? 64 : has_records ? trtspec::kFourBitStep : 1);
   check(is_dense(ids) && is_dense(weights) && is_dense(weight), "choices and weights in one piece");
   check(weights.size(0) == p.rows && weights.size(1) == p.choices, "a weight for each choice");
   check(ids.dtype().bits == 64 && weights.dtype().bits == 32, "ids in int64, their weights in float32");
@@ -220,8 +220,13 @@ trtspec::ExpertParams stacked(const TensorView& ids, const TensorView& weights,
   check(p.choices <= trtspec::kMaxChoices && p.experts <= trtspec::kMaxExperts,
         "at most 16 choices of 1,024 experts");
   check(p.n % 16 == 0 && p.k % 32 == 0, "experts' outputs by 16, inputs by 32");
-  check(scales.has_value() == (weight.dtype().bits == 8), "codes have scales, no other weights");
-  if (scales.has_value()) {
+  if (has_records) {
+    p.scales = p.weight;
+    p.row_scales = row_scales(static_cast<int>(weight.size(3)), scales, static_cast<int64_t>(p.experts) * p.n);
+  } else {
+    check(scales.has_value() == (weight.dtype().bits == 8), "codes have scales, no other weights");
+  }
+  if (scales.has_value() && !has_records) {
     const TensorView& of = scales.value();
     p.scales = of.data_ptr();
     p.group = static_cast<int>(group), p.groups = static_cast<int>(of.size(2));
@@ -271,13 +276,22 @@ void experts(TensorView x, TensorView ids, TensorView weights, TensorView gate_u
   if (up.scales != nullptr) {
     check(x.dtype().code == kDLBfloat && last.scales != nullptr, "codes are for bfloat16");
     check(gate_up.ndim() == down.ndim(), "both products' weights of one kind");
-    check(gate_up.ndim() == 5 ? trtspec::launch_experts<trtspec::bf16, 4>(up, last, stream_of(x))
-                              : trtspec::launch_experts<trtspec::bf16, 8>(up, last, stream_of(x)));
+    using trtspec::bf16;
+    if (gate_up.ndim() == 4) {
+      check(gate_up.size(3) == down.size(3), "both products' records of one form");
+      check(by_form(static_cast<int>(gate_up.size(3)), [&](auto form) {
+        return trtspec::launch_experts<bf16, trtspec::RecordCodes<form.value>>(up, last, stream_of(x));
+      }));
+    } else if (gate_up.ndim() == 5) {
+      check(trtspec::launch_experts<bf16, trtspec::PowerCodes>(up, last, stream_of(x)));
+    } else {
+      check(trtspec::launch_experts<bf16, trtspec::Fp8Codes>(up, last, stream_of(x)));
+    }
     return;
   }
   check(x.dtype() == gate_up.dtype() && x.dtype() == down.dtype(), "experts of the rows' type");
   by_half_type(x, [&](auto type) {
-    return trtspec::launch_experts<decltype(type), 16>(up, last, stream_of(x));
+    return trtspec::launch_experts<decltype(type), trtspec::HalfWeights>(up, last, stream_of(x));
   });
 }
 
@@ -300,7 +314,7 @@ void expert_tiles(TensorView x, Optional<TensorView> rows, TensorView ends, Tens
   const int record = has_records ? static_cast<int>(weight.size(3)) : 0;
   if (has_records) {
     check(is_dense(weight), "records of bytes in one piece");
-    p.scales = p.weight, p.row_scales = row_scales(record, scales, p.experts * p.n);
+    p.scales = p.weight, p.row_scales = row_scales(record, scales, static_cast<int64_t>(p.experts) * p.n);
   } else {
     check_fp4(weight, scales.value());
     p.scales = scales.value().data_ptr();

@@ -45,6 +45,7 @@ def _no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe, "grouped_matmul", other)
     monkeypatch.setattr(tiles, "MAX_ROWS", dict.fromkeys(tiles.MAX_ROWS, 1000))
     monkeypatch.setattr(layer, "MAX_FP4_ROWS", 0)
+    monkeypatch.setattr(layer, "MAX_RECORD_ROWS", 0)
 
 
 def _random(
@@ -68,7 +69,12 @@ def _random(
 
 
 @covering(
-    **{"between": list(BETWEEN), "rows": ROWS, "index": list(range(len(SHAPES))), "kind": KINDS}
+    **{
+        "between": list(BETWEEN),
+        "rows": ROWS,
+        "index": list(range(len(SHAPES))),
+        "kind": KINDS,
+    }
 )
 def test_equal_a_loop(between: str, rows: int, index: int, kind: int | str) -> None:
     """Alone, added to a residual in its memory, and of rows that are apart."""
@@ -87,7 +93,7 @@ def test_equal_a_loop(between: str, rows: int, index: int, kind: int | str) -> N
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", 32, 128, "nvfp4"])
-@pytest.mark.parametrize("rows", [24, 25, 49, 97])
+@pytest.mark.parametrize("rows", [24, 25, 49, 97, 256])
 def test_all_rows_may_choose_one_expert(rows: int, kind: int | str) -> None:
     """Then most experts have none, and one has several tiles of rows."""
     experts, (x, ids, weights), _ = _random(rows, (6, 2, 512, 512), kind)

@@ -7,6 +7,7 @@ import steady
 import torch
 from matrix import covering
 from naive_experts import BETWEEN, naive_experts, random_experts, to_fp4, to_fp8
+from random_four_bits import to_four_bits
 
 from trtspec import native
 from trtspec.layers import experts as layer
@@ -76,10 +77,30 @@ def test_fp8_equal_a_loop(groups: str, rows: int, shape: tuple[int, int, int, in
     ],
 })  # fmt: skip
 def test_fp4_equal_a_loop(between: str, rows: int, shape: tuple[int, int, int, int]) -> None:
-    count, top_k, size, inner = shape
-    sizes, has_bias = (rows, count, top_k, size, inner), between == "swish"
+    _check_four_bits("mxfp4", between, rows, shape)
+
+
+@covering(**{
+    "kind": [32, 64, 128, "nvfp4"], "rows": list(range(1, layer.MAX_RECORD_ROWS + 1)),
+    "between": ["silu", "swish"],
+    "shape": [
+        (3, 2, 128, 128), (8, 8, 256, 128), (4, 2, 2816, 640), (40, 16, 384, 256),
+        (300, 4, 128, 128),
+    ],
+})  # fmt: skip
+def test_records_equal_a_loop(
+    kind: int | str, rows: int, between: str, shape: tuple[int, int, int, int]
+) -> None:
+    _check_four_bits(kind, between, rows, shape)
+
+
+def _check_four_bits(
+    kind: int | str, between: str, rows: int, shape: tuple[int, int, int, int]
+) -> None:
+    sizes, has_bias = (rows, *shape), between == "swish"
     experts, x, ids, weights = random_experts(*sizes, torch.float32, seed=rows, has_bias=has_bias)
-    codes, x = to_fp4(experts), x.bfloat16()
+    codes = to_fp4(experts) if kind == "mxfp4" else to_four_bits(experts, kind)
+    x = x.bfloat16()
     for bias in experts.biases or ():
         bias.data = bias.data.bfloat16()
     expected = naive_experts(experts, x, ids, weights, between)
@@ -107,12 +128,13 @@ def _check(
     torch.testing.assert_close(out.cpu().double(), total, atol=2 * bound, rtol=bound)
 
 
-@pytest.mark.parametrize("is_fp4", [False, True])
-def test_a_row_does_not_depend_on_rows_beside_it(is_fp4: bool) -> None:
-    sizes = layer.MAX_FP4_ROWS if is_fp4 else layer.MAX_ROWS, 16, 4, 256, 192
-    experts, x, ids, weights = random_experts(*sizes, torch.bfloat16, has_bias=is_fp4)
-    if is_fp4:
-        experts.hold(*to_fp4(experts))
+@pytest.mark.parametrize("kind", ["floats", "mxfp4", 32, 128, "nvfp4"])
+def test_a_row_does_not_depend_on_rows_beside_it(kind: int | str) -> None:
+    is_held = kind != "floats"
+    sizes = layer.MAX_FP4_ROWS if is_held else layer.MAX_ROWS, 16, 4, 256, 128
+    experts, x, ids, weights = random_experts(*sizes, torch.bfloat16, has_bias=is_held)
+    if is_held:
+        experts.hold(*(to_fp4(experts) if kind == "mxfp4" else to_four_bits(experts, kind)))
     experts.cuda()
     x, ids, weights = x.cuda(), ids.cuda(), weights.cuda()
     together = experts(x, ids, weights)
@@ -143,14 +165,15 @@ def test_experts_of_other_ranks_add_nothing(has_bias: bool) -> None:
         assert torch.equal(own(x.cuda(), nowhere, weights.cuda(), residual.clone()), residual)
 
 
-@pytest.mark.parametrize("is_fp4", [False, True])
+@pytest.mark.parametrize("kind", ["floats", "mxfp4", 32, 128, "nvfp4"])
 def test_rows_that_are_not_numbers_stay_alone(
-    is_fp4: bool, monkeypatch: pytest.MonkeyPatch
+    kind: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layer, "MAX_FP4_ROWS", 3)
-    experts, x, ids, weights = random_experts(3, 8, 2, 64, 192, torch.bfloat16, has_bias=is_fp4)
-    if is_fp4:
-        experts.hold(*to_fp4(experts))
+    is_held = kind != "floats"
+    experts, x, ids, weights = random_experts(3, 8, 2, 128, 256, torch.bfloat16, has_bias=is_held)
+    if is_held:
+        experts.hold(*(to_fp4(experts) if kind == "mxfp4" else to_four_bits(experts, kind)))
     experts.cuda()
     x, ids, weights = x.cuda(), ids.cuda(), weights.cuda()
     expected = experts(x, ids, weights)

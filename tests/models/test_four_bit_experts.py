@@ -1,4 +1,5 @@
 """Experts of 4 bits that stay so, also over ranks: on the CPU here, in engines on Hopper."""
+
 from __future__ import annotations
 
 import logging

@@ -24,9 +24,9 @@ MAX_RESTING_BYTES = 104 << 10
 they keep in shared memory."""
 MAX_FP8_ROWS, MAX_FP8_VALUES = 4, 2_000_000
 """Of FP8 weights: up to this many rows and values of a down_proj they are faster than Triton's."""
-MAX_FP4_ROWS = 2
-"""The same of MXFP4. More rows go through `ops/experts/tiles.py`, whose kernel is faster from 1 row
-on, but needs two small ones beside it."""
+MAX_FP4_ROWS, MAX_RECORD_ROWS = 2, 4
+"""The same of MXFP4, and of INT4 and NVFP4. More rows go through `ops/experts/tiles.py`, whose
+kernel needs two small ones beside it."""
 
 
 class Experts(nn.Module):
@@ -172,10 +172,14 @@ class Experts(nn.Module):
 
     def _serves_codes(self, x: Tensor) -> bool:
         has_steps = self.size % 64 == 0 and self.inner % 64 == 0
-        if not (x.dtype == torch.bfloat16 and has_steps) or self.kind is FourBitWeight:
+        if not (x.dtype == torch.bfloat16 and has_steps):
             return False
         if self.kind is Fp4Weight:
             return x.shape[0] <= MAX_FP4_ROWS
+        if self.kind is FourBitWeight:
+            assert self.gate_up_proj is not None and self.down_proj is not None
+            is_one_form = self.gate_up_proj.shape[-1] == self.down_proj.shape[-1]
+            return x.shape[0] <= MAX_RECORD_ROWS and is_one_form
         of_groups = (self.gate_up_group, self.size), (self.down_group, self.inner)
         has_groups = all(group % 64 == 0 or group >= columns for group, columns in of_groups)
         is_faster = x.shape[0] <= MAX_FP8_ROWS and self.size * self.inner <= MAX_FP8_VALUES

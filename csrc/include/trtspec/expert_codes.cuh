@@ -1,8 +1,6 @@
-// The forms of weights that `expert_tiles.cuh` multiplies: where a lane finds its part of a step of 128 columns,
-// and what it does with it.
-//
-// A lane has four groups of eight rows, of each the 16 bytes of codes that are its own: 32 columns of a row. The
-// first two groups are the upper and the lower half of a tile of the tensor cores, and the others are another one.
+// The forms of experts' weights of 4 bits: where a lane finds its part of a step of 128 columns, and what it does
+// with it. Of a group of eight rows it has 16 bytes of codes: 32 columns of a row. Two groups are the upper and the
+// lower half of a tile of the tensor cores. `expert_tiles.cuh` makes two tiles at once, `expert_linear.cuh` one.
 #pragma once
 
 #include "four_bit_linear.cuh"
@@ -35,7 +33,7 @@ struct CodePiece {
 // MXFP4: [experts, n / 8, k / 64, 8, 32] codes as `fp4.cuh` has them, and [experts, n / 8, ceil(k / 128), 8, 4]
 // e8m0 codes. (Behind k there are zeros of x, which any codes do for.)
 struct PowerCodes {
-  static constexpr int kEights = 3, kStepCodes = kGroupCodes, kStepScales = kGroupScales;
+  static constexpr int kBits = 4, kEights = 3, kStepCodes = kGroupCodes, kStepScales = kGroupScales;
   static constexpr bool kHasRowScales = false;
   using Scales = uint32_t;
   using Piece = CodePiece<Scales>;
@@ -102,15 +100,34 @@ struct PowerCodes {
       }
     }
   }
+
+  // A step of one tile of two groups times eight rows of x, of which lane t's four pieces are `v`.
+  static __device__ void multiply_tile(float (&acc)[4], const uint4& lo, const uint4& hi, Scales lo_scales,
+                                       Scales hi_scales, const uint4 (&v)[4], int t) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int selector = fp4_selector(t / 2 * 2 + half);
+      const uint32_t lo_power = fp4_power(lo_scales, selector), hi_power = fp4_power(hi_scales, selector);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t first = word_of(lo, i), second = word_of(hi, i);
+        const uint2 a = half ? widen_fp4<true>(first, lo_power) : widen_fp4<false>(first, lo_power);
+        const uint2 b = half ? widen_fp4<true>(second, hi_power) : widen_fp4<false>(second, hi_power);
+        const uint4& x = v[2 * half + i / 2];
+        multiply_add(acc, a.x, b.x, a.y, b.y, word_of(x, i % 2 * 2), word_of(x, i % 2 * 2 + 1), bf16());
+      }
+    }
+  }
 };
 
 // Integers and NVFP4: the records of `four_bit_linear.cuh`, [experts, n / 8, k / 128, bytes]. k by 128.
 template <FourBits F>
 struct RecordCodes {
   static constexpr bool kFloats = F == FourBits::kFloats, kNarrow = F == FourBits::kNarrow;
-  static constexpr int kEights = kNarrow ? 2 : 3;  // as registers allow
+  static constexpr int kBits = 4, kEights = kNarrow ? 2 : 3;  // as registers allow
   static constexpr int kStepCodes = kFourBitRecord<F>, kStepScales = kFourBitRecord<F>;
   static constexpr bool kHasRowScales = kFloats;
+  static constexpr uint32_t kOnes = 0x3f803f80u;
   using Scales = std::conditional_t<kFloats, uint2, std::conditional_t<kNarrow, uint4, uint32_t>>;
   using Piece = CodePiece<Scales>;
   const int first, second;  // of NVFP4: which of four scales are this lane's
@@ -145,7 +162,6 @@ struct RecordCodes {
   template <int kOf>
   __device__ void multiply(float (&acc)[2][kEights][4], const Piece& piece, const Multipliers&, int x_at,
                            int eight_rows) const {
-    constexpr uint32_t kOnes = 0x3f803f80u;
     uint32_t sixteen = 0x41804180u;
     asm("" : "+r"(sixteen));  // a register, so that masking and adding is one instruction
     float part[2][kOf][4] = {}, ones[kOf][4] = {};
@@ -199,6 +215,39 @@ struct RecordCodes {
       if constexpr (kNarrow) {
 #pragma unroll
         for (int c = 0; c < kOf; ++c) ones[c][0] = ones[c][1] = ones[c][2] = ones[c][3] = 0.0f;
+      }
+    }
+  }
+
+  static __device__ void multiply_tile(float (&acc)[4], const uint4& lo, const uint4& hi, const Scales& lo_scales,
+                                       const Scales& hi_scales, const uint4 (&v)[4], int t) {
+    uint32_t sixteen = 0x41804180u;
+    asm("" : "+r"(sixteen));
+    float part[4] = {}, ones[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t a[4], b[4];
+      const uint32_t of_lo = word_of_scales(lo_scales, i), of_hi = word_of_scales(hi_scales, i);
+      if constexpr (kFloats) {
+        const int selector = fp4_selector(i % 2 * 2 + t / 2);
+        widen_floats(word_of(lo, i), power_of_selected(of_lo, selector), a);
+        widen_floats(word_of(hi, i), power_of_selected(of_hi, selector), b);
+      } else {
+        widen_integers(word_of(lo, i), sixteen, a);
+        widen_integers(word_of(hi, i), sixteen, b);
+        multiply_add(ones, kOnes, kOnes, kOnes, kOnes, v[i].x, v[i].y, bf16());
+        multiply_add(ones, kOnes, kOnes, kOnes, kOnes, v[i].z, v[i].w, bf16());
+      }
+      float(&sum)[4] = kFloats ? acc : part;
+      multiply_add(sum, a[0], b[0], a[1], b[1], v[i].x, v[i].y, bf16());
+      multiply_add(sum, a[2], b[2], a[3], b[3], v[i].z, v[i].w, bf16());
+      if (kFloats || (!kNarrow && i < 3)) continue;
+      const FourBitGroup first = group_of(of_lo), second = group_of(of_hi);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const FourBitGroup& of = j < 2 ? first : second;
+        acc[j] = fmaf(of.scale, fmaf(of.less, ones[j], part[j]), acc[j]);
+        part[j] = ones[j] = 0.0f;
       }
     }
   }

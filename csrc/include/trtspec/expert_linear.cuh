@@ -4,13 +4,13 @@
 // Each expert that a row chose is read once, for all rows that chose it: they are columns of the
 // tensor cores' instruction, as in `skinny_linear.cuh`, and rows that did not are zeros. Weights come as
 // in `stream_linear.cuh`. FP8 codes (e4m3) are widened to bf16, and their scales come with them. So are
-// MXFP4 codes (`fp4.cuh`), whose powers of two go into the widened weights.
+// weights of 4 bits, of which `expert_codes.cuh` has the forms.
 //
 // A row's result does not depend on the rows beside it, if weights are finite: its experts are added up in
 // the order of their numbers, and the order of each sum is fixed by its length.
 #pragma once
 
-#include "fp4.cuh"
+#include "expert_codes.cuh"
 #include "fp8_linear.cuh"
 #include "gate.cuh"
 #include "stream_linear.cuh"
@@ -27,8 +27,9 @@ struct ExpertParams {
                          // what a row chose before
   const float* weights;  // [rows, choices] in one piece
   int rows, choices, experts;
-  const void* weight;  // [experts, n, k]; MXFP4's in its own order
-  const void* scales;  // [experts, n, groups] float of FP8 codes; MXFP4's in their own order
+  const void* weight;  // [experts, n, k]; of 4 bits as `expert_codes.cuh` says
+  const void* scales;  // [experts, n, groups] float of FP8 codes; MXFP4's; of records the weight
+  const float* row_scales;  // [experts, n], of NVFP4
   int group, groups;   // of FP8: columns that share a scale; scales of a row
   int n, k;            // n by 16; k by 32, of codes by 64 (of MXFP4 the last step may be half a one)
   const void* bias;    // [experts, n], null: none
@@ -88,39 +89,40 @@ __device__ inline int find_chosen(const ExpertParams& p, ChosenExperts& chosen) 
   return count;
 }
 
-// 4 bytes from global to shared memory, asynchronously.
-__device__ inline void copy_4(void* target, const void* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
+// 4, 8 or 16 bytes from global to shared memory, asynchronously.
+template <int kBytes>
+__device__ inline void copy_scales(void* target, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(target))),
-               "l"(source)
+               "l"(source), "n"(kBytes)
                : "memory");
 }
 
-// 16 codes of two weight rows, in a half of a block's columns, times the same 16 values of x.
-template <bool kHigh>
-__device__ inline void multiply_fp4(float (&acc)[4], const uint4& lo, const uint4& hi,
-                                    uint32_t lo_power, uint32_t hi_power, const uint4 (&v)[2]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint2 a = widen_fp4<kHigh>(word_of(lo, i), lo_power), b = widen_fp4<kHigh>(word_of(hi, i), hi_power);
-    multiply_add(acc, a.x, b.x, a.y, b.y, word_of(v[i / 2], i % 2 * 2), word_of(v[i / 2], i % 2 * 2 + 1),
-                 bf16());
-  }
-}
+// The other forms of weights. Scales: what one row has of them in a step.
+struct HalfWeights {
+  static constexpr int kBits = 16;
+  static constexpr bool kHasRowScales = false;
+  using Scales = uint32_t;
+};
+struct Fp8Codes {
+  static constexpr int kBits = 8;
+  static constexpr bool kHasRowScales = false;
+  using Scales = uint32_t;
+};
 
-// Weights have 16, 8 or 4 bits.
-template <int kBits>
-constexpr int kExpertStep = 512 / kBits;  // values of k that four lanes of a weight row read at once
+template <typename Codes>
+constexpr int kExpertStep = 512 / Codes::kBits;  // values of k that four lanes of a weight row read at once
 
-// Bytes of a thread's places in the ring, of a stage: two pieces of weights, of codes two scales, and for
-// down the same columns of x.
-template <int kBits, bool kDown>
-constexpr int kExpertStageBytes = 32 + (kBits < 16 ? 8 : 0) + (kDown ? 256 / kBits : 0);
+// Bytes of a thread's places in the ring, of a stage: two pieces of weights, of codes two rows' scales, and
+// for down the same columns of x.
+template <typename Codes, bool kDown>
+constexpr int kExpertStageBytes = 32 + (Codes::kBits < 16 ? 2 * sizeof(typename Codes::Scales) : 0) +
+                                  (kDown ? 256 / Codes::kBits : 0);
 
 // Bytes between rows of gate and up's x, which rest in shared memory.
-template <int kBits>
+template <typename Codes>
 __host__ __device__ constexpr int expert_pitch(int k) {
-  return 2 * k + (kBits == 8 ? 16 : kPad);
+  return 2 * k + (Codes::kBits == 8 ? 16 : kPad);
 }
 
 // Waits for the other warps of a team of kWarps.
@@ -131,11 +133,11 @@ __device__ inline void meet(int team) {
 
 // A team of kSplit warps divides k among them, and makes 16 outputs at a time. Gate and up: of one expert,
 // then of the grid's next. Down: of all experts, one after the other; a block makes no others.
-template <typename T, int kBits, bool kDown, int kWarps, int kSplit, int kDepth>
+template <typename T, typename Codes, bool kDown, int kWarps, int kSplit, int kDepth>
 __global__ void __launch_bounds__(kWarps * 32)
     expert_linear(const __grid_constant__ ExpertParams p) {
   static_assert(!kDown || kSplit == kWarps);
-  constexpr int kStep = kExpertStep<kBits>, kThreads = kWarps * 32;
+  constexpr int kBits = Codes::kBits, kStep = kExpertStep<Codes>, kThreads = kWarps * 32;
   constexpr int kPieces = 16 / kBits;  // of 16 bytes: x in the columns of a lane's weights
   constexpr int kParts = 2 + (kDown ? kPieces : 0);
   extern __shared__ __align__(128) char shared[];
@@ -143,19 +145,30 @@ __global__ void __launch_bounds__(kWarps * 32)
   __shared__ float sums[2][kWarps][kTile][kExpertRows + 1];
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int team = threadIdx.x / 32 / kSplit, warp = threadIdx.x / 32 % kSplit;
-  const int steps = (p.k + kStep - 1) / kStep, tiles = p.n / kTile, pitch = expert_pitch<kBits>(p.k);
+  const int steps = (p.k + kStep - 1) / kStep, tiles = p.n / kTile, pitch = expert_pitch<Codes>(p.k);
   const int begin = steps * warp / kSplit, end = steps * (warp + 1) / kSplit;
   uint4* const mine = reinterpret_cast<uint4*>(shared) + threadIdx.x;
   auto place = [&](int stage, int part) { return mine + (stage * kParts + part) * kThreads; };
-  uint2* const my_scales =
-      reinterpret_cast<uint2*>(shared + kDepth * kParts * kThreads * 16) + threadIdx.x;
-  char* const resting = shared + kDepth * kThreads * kExpertStageBytes<kBits, kDown>;
+  using Scales = typename Codes::Scales;
+  struct TwoScales {
+    Scales lo, hi;
+  };
+  TwoScales* const my_scales =
+      reinterpret_cast<TwoScales*>(shared + kDepth * kParts * kThreads * 16) + threadIdx.x;
+  char* const resting = shared + kDepth * kThreads * kExpertStageBytes<Codes, kDown>;
 
   // Where this lane's piece of x is in a step's columns.
   auto column_of = [&](int piece) {
-    return kBits == 4 ? fp4_column(t, piece) : (t * kPieces + piece) * 8;
+    if constexpr (kBits == 4) {
+      return Codes::column(t, piece);
+    } else {
+      return (t * kPieces + piece) * 8;
+    }
   };
-  auto is_inside = [&](int step) { return kBits > 4 || step * kStep + t / 2 * 64 < p.k; };
+  auto is_inside = [&](int step) {
+    if constexpr (kBits == 4) return step < Codes::steps_with_codes(p.k, t);
+    return true;
+  };
 
   clear(p, chosen);
   if constexpr (!kDown) {
@@ -185,20 +198,21 @@ __global__ void __launch_bounds__(kWarps * 32)
   // What is fetched next. A warp without steps fetches nothing.
   int next = begin == end ? turns : first, next_step = begin;
   const char *w_lo = nullptr, *w_hi = nullptr;
-  const char *s_lo = nullptr, *s_hi = nullptr;  // 4 bytes of scales: a float, or four of MXFP4
+  const char *s_lo = nullptr, *s_hi = nullptr;
   auto enter = [&] {
     if (next >= turns) return;
     int n_lo, n_hi;
     rows_of(next, g, n_lo, n_hi);
     const int64_t row = static_cast<int64_t>(chosen.experts[rank_of(next)]) * p.n;
-    const int64_t bytes = static_cast<int64_t>(p.k) * kBits / 8;
     const char* const weight = static_cast<const char*>(p.weight);
     const char* const scales = static_cast<const char*>(p.scales);
     if constexpr (kBits == 4) {
       const int64_t lo = row + n_lo - g, hi = row + n_hi - g;  // groups' first rows
-      w_lo = weight + lo * bytes + fp4_place(g, t), w_hi = weight + hi * bytes + fp4_place(g, t);
-      s_lo = scales + lo * steps * 4 + g * 4, s_hi = scales + hi * steps * 4 + g * 4;
+      const int64_t code_row = Codes::code_row(p.k), scale_row = Codes::scale_row(p.k);
+      w_lo = weight + lo * code_row + Codes::code_place(g, t), s_lo = scales + lo * scale_row + Codes::scale_place(g);
+      w_hi = weight + hi * code_row + Codes::code_place(g, t), s_hi = scales + hi * scale_row + Codes::scale_place(g);
     } else {
+      const int64_t bytes = static_cast<int64_t>(p.k) * kBits / 8;
       w_lo = weight + (row + n_lo) * bytes + t * 16, w_hi = weight + (row + n_hi) * bytes + t * 16;
       s_lo = scales + (row + n_lo) * p.groups * 4, s_hi = scales + (row + n_hi) * p.groups * 4;
     }
@@ -207,16 +221,21 @@ __global__ void __launch_bounds__(kWarps * 32)
     if (next >= turns) return;
     if constexpr (kBits == 4) {
       const bool inside = is_inside(next_step);
-      copy_16_if(place(stage, 0), w_lo + next_step * kGroupCodes, inside);
-      copy_16_if(place(stage, 1), w_hi + next_step * kGroupCodes, inside);
+      copy_16_if(place(stage, 0), w_lo + next_step * Codes::kStepCodes, inside);
+      copy_16_if(place(stage, 1), w_hi + next_step * Codes::kStepCodes, inside);
     } else {
       copy_16(place(stage, 0), w_lo + next_step * 64);
       copy_16(place(stage, 1), w_hi + next_step * 64);
     }
     if constexpr (kBits < 16) {
-      const int of = kBits == 4 ? next_step * kGroupScales : next_step * kStep / p.group * 4;
-      copy_4(&my_scales[stage * kThreads].x, s_lo + of);
-      copy_4(&my_scales[stage * kThreads].y, s_hi + of);
+      int of;
+      if constexpr (kBits == 4) {
+        of = next_step * Codes::kStepScales;
+      } else {
+        of = next_step * kStep / p.group * 4;
+      }
+      copy_scales<sizeof(Scales)>(&my_scales[stage * kThreads].lo, s_lo + of);
+      copy_scales<sizeof(Scales)>(&my_scales[stage * kThreads].hi, s_hi + of);
     }
     if (++next_step == end) {
       next_step = begin, next += stride;
@@ -291,17 +310,15 @@ __global__ void __launch_bounds__(kWarps * 32)
       }
     }
     if constexpr (kBits == 8) {
-      const uint2 scales = my_scales[stage * kThreads];
-      const float lo = __uint_as_float(scales.x), hi = __uint_as_float(scales.y);
+      const TwoScales scales = my_scales[stage * kThreads];
+      const float lo = __uint_as_float(scales.lo), hi = __uint_as_float(scales.hi);
       float part[4] = {};
       multiply_widened(part, a, b, v);
       acc[0] = fmaf(lo, part[0], acc[0]), acc[1] = fmaf(lo, part[1], acc[1]);
       acc[2] = fmaf(hi, part[2], acc[2]), acc[3] = fmaf(hi, part[3], acc[3]);
     } else if constexpr (kBits == 4) {
-      const uint2 scales = my_scales[stage * kThreads];
-      const int low = fp4_selector(t / 2 * 2), high = fp4_selector(t / 2 * 2 + 1);
-      multiply_fp4<false>(acc, a, b, fp4_power(scales.x, low), fp4_power(scales.y, low), {v[0], v[1]});
-      multiply_fp4<true>(acc, a, b, fp4_power(scales.x, high), fp4_power(scales.y, high), {v[2], v[3]});
+      const TwoScales scales = my_scales[stage * kThreads];
+      Codes::multiply_tile(acc, a, b, scales.lo, scales.hi, v, t);
     } else {
       multiply_add(acc, a.x, b.x, a.y, b.y, v[0].x, v[0].y, T());
       multiply_add(acc, a.z, b.z, a.w, b.w, v[0].z, v[0].w, T());
@@ -347,12 +364,28 @@ __global__ void __launch_bounds__(kWarps * 32)
     }
     parity ^= 1;
   };
+  float total[4] = {};  // of all experts, where these have scales of their own
   for (int turn = first; turn < turns; turn += stride) {
     const bool is_row = chosen.choices[rank_of(turn)][g] > 0;
+    float scale_lo = 1.0f, scale_hi = 1.0f;
+    if constexpr (Codes::kHasRowScales) {
+      int n_lo, n_hi;
+      rows_of(turn, g, n_lo, n_hi);
+      const float* const of = p.row_scales + static_cast<int64_t>(chosen.experts[rank_of(turn)]) * p.n;
+      scale_lo = __ldg(of + n_lo), scale_hi = __ldg(of + n_hi);
+    }
 #pragma unroll 1
     for (int step = begin; step < end; ++step) multiply(is_row, step);
+    if constexpr (Codes::kHasRowScales) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        acc[i] = fmaf(i < 2 ? scale_lo : scale_hi, acc[i], total[i]);
+        if constexpr (kDown) total[i] = acc[i], acc[i] = 0.0f;
+      }
+    }
     if constexpr (!kDown) finish(turn);
   }
+  if constexpr (kDown && Codes::kHasRowScales) acc[0] = total[0], acc[1] = total[1], acc[2] = total[2], acc[3] = total[3];
   if constexpr (kDown) finish(0);
 }
 

@@ -40,9 +40,9 @@ cudaError_t launch_four_bit_tiles(const FourBitTileParams& params, int parts, cu
 template <FourBits F>
 cudaError_t launch_widen(const LinearParams& params, cudaStream_t stream);
 
-// Rows 1 … kExpertRows, up to kMaxChoices experts of kMaxExperts each. Weights of 16 bits, or with bf16
-// of 8 (FP8) or 4 (MXFP4).
-template <typename T, int kBits>
+// Rows 1 … kExpertRows, up to kMaxChoices experts of kMaxExperts each. Weights of 16 bits (HalfWeights), or with
+// bf16 of 8 (Fp8Codes) or 4 (PowerCodes, RecordCodes).
+template <typename T, typename Codes>
 cudaError_t launch_experts(const ExpertParams& up, const ExpertParams& down, cudaStream_t stream);
 
 // MXFP4 weights, or ones of 4 bits in records; any number of rows. They set tile_rows themselves.
