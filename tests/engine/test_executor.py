@@ -247,6 +247,20 @@ def test_auto_dtype_is_the_one_that_the_cpu_is_fast_in(
             device.resolve_dtype(name, config, cpu)
 
 
+def test_auto_dtype_of_four_bits_is_the_one_they_stay_so_in(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, plain = torch.device("cuda"), replace(load_config(target_dir), dtype="float16")
+    packed = replace(plain, has_four_bits=True)
+    monkeypatch.setattr(device, "_keeps_four_bits", lambda device: True)
+    assert device.resolve_dtype("auto", packed, gpu) == torch.bfloat16
+    assert device.resolve_dtype("auto", replace(packed, dtype="float32"), gpu) == torch.float32
+    assert device.resolve_dtype("float16", packed, gpu) == torch.float16
+    assert device.resolve_dtype("auto", plain, gpu) == torch.float16
+    monkeypatch.setattr(device, "_keeps_four_bits", lambda device: False)
+    assert device.resolve_dtype("auto", packed, gpu) == torch.float16
+
+
 # -- stopping ----------------------------------------------------------------------------------
 @pytest.mark.slow
 @spread(mode=MODES, overlap=[False, True])

@@ -168,6 +168,7 @@ def test_a_row_that_is_no_number_stays_alone() -> None:
 
 FORMS = [Form("pack-quantized"), Form("awq", group=128, symmetric=False), Form("modelopt")]
 SIZE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
+HEAD = {"size": 192, "own_embedding": True}
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -178,12 +179,7 @@ def test_engines_keep_them(tmp_path: Path, form: Form, family: str) -> None:
     twin = load_file(path / "model.safetensors")
     tensors, config = four_bits(form, twin)
     write(path, tensors, config)
-    head = eagle3_dir(tmp_path, size=192, target_size=256, own_embedding=True)
-    drafting = EagleDecodingConfig(
-        max_draft_len=3, speculative_model=head, eagle3_layers_to_capture=[0, 1, 2]
-    )
-    make = partial(LLM, path, device="cuda", dtype="bfloat16", max_seq_len=128, max_batch_size=3)
-    plain = make(cuda_graph_config=CudaGraphConfig())
+    plain = _drafts_change_no_text(path, eagle3_dir(tmp_path, **HEAD, target_size=256))
     layer = plain.executor.target.layers[3]
     prefix = "model.layers.3."
     stacks = {
@@ -197,6 +193,33 @@ def test_engines_keep_them(tmp_path: Path, form: Form, family: str) -> None:
         expected = torch.cat([twin[f"{prefix}{part}.weight"] for part in parts])
         kept = ops.dequantize(weight, torch.float32).cpu()
         torch.testing.assert_close(kept, expected, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_engines_keep_experts(tmp_path: Path, form: Form) -> None:
+    sizes = {**SIZE, "hidden_size": 512, "moe_intermediate_size": 512, "head_dim": 64}
+    path = tiny_model_dir(tmp_path, "qwen3_moe", num_hidden_layers=6, **sizes)
+    twin = load_file(path / "model.safetensors")
+    write(path, *four_bits(form, twin, lambda name: ".mlp.experts." in name))
+    plain = _drafts_change_no_text(path, eagle3_dir(tmp_path, **HEAD, target_size=512))
+    gate_up, down = plain.executor.target.layers[3].mlp.experts.held
+    for expert in range(gate_up.shape[0]):
+        gate, up, last = (
+            twin[f"model.layers.3.mlp.experts.{expert}.{part}_proj.weight"]
+            for part in ("gate", "up", "down")
+        )
+        for weight, expected in ((gate_up, torch.cat([gate, up])), (down, last)):
+            kept = ops.dequantize(weight.at(expert), torch.float32).cpu()
+            torch.testing.assert_close(kept, expected, atol=0, rtol=1e-6)
+
+
+def _drafts_change_no_text(path: Path, head: Path) -> LLM:
+    """Returns a plain engine."""
+    drafting = EagleDecodingConfig(
+        max_draft_len=3, speculative_model=head, eagle3_layers_to_capture=[0, 1, 2]
+    )
+    make = partial(LLM, path, device="cuda", dtype="bfloat16", max_seq_len=128, max_batch_size=3)
+    plain = make(cuda_graph_config=CudaGraphConfig())
     prompts = [[5, 9, 33, 7, 60, 2, 41], [17, 3, 8], list(range(3, 60))]
     asked = SamplingParams(max_tokens=24, ignore_eos=True)
     texts = [
@@ -213,6 +236,7 @@ def test_engines_keep_them(tmp_path: Path, form: Form, family: str) -> None:
     llm = steady.engine(path, drafting)
     steady.launch(llm.executor)
     steady.finish(llm.executor)
+    return plain
 
 
 @pytest.mark.parametrize("method", ["pack-quantized", "nvfp4-pack-quantized"])

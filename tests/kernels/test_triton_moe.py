@@ -16,15 +16,21 @@ from naive_experts import (
     to_fp4,
     to_fp8,
 )
+from random_four_bits import to_four_bits
 
 from trtspec.layers.norm import RMSNorm
 from trtspec.ops.experts import torch as moe
 from trtspec.ops.experts.fp4 import Fp4Weight
+from trtspec.ops.layer.four_bits import FourBitWeight
 from trtspec.ops.layer.fp8 import Fp8Weight
 
 triton_moe = pytest.importorskip("trtspec.ops.experts.triton", reason="needs triton")
 triton_fp4 = pytest.importorskip("trtspec.ops.experts.triton_fp4", reason="needs triton")
 triton_fp8 = pytest.importorskip("trtspec.ops.experts.triton_fp8", reason="needs triton")
+triton_four_bits = pytest.importorskip(
+    "trtspec.ops.experts.triton_four_bits", reason="needs triton"
+)
+KERNELS = {Fp4Weight: triton_fp4, Fp8Weight: triton_fp8, FourBitWeight: triton_four_bits}
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -247,9 +253,38 @@ def test_fp4_experts_equal_a_loop(
     monkeypatch: pytest.MonkeyPatch, way: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     """With gpt-oss's activation; rows of other ranks' experts are not written."""
+    _check_four_bits(monkeypatch, way, dtype, shape, "mxfp4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [32, 64, 128, "nvfp4"])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 8, 2, 128, 128), (40, 5, 3, 256, 128), (90, 4, 1, 128, 256), (200, 3, 2, 128, 128)],
+)
+def test_records_of_experts_equal_a_loop(
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    dtype: torch.dtype,
+    kind: int | str,
+    shape: tuple[int, ...],
+) -> None:
+    _check_four_bits(monkeypatch, way, dtype, shape, kind)
+
+
+def _check_four_bits(
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    kind: int | str,
+) -> None:
     count, has_bias = shape[1], shape[0] % 2 == 0
     experts, x, ids, weights = random_experts(*shape, torch.float32, has_bias=has_bias)
-    stacks, x = to_fp4(experts), x.to(dtype)
+    stacks = to_fp4(experts) if kind == "mxfp4" else to_four_bits(experts, kind)
+    x = x.to(dtype)
     expected = naive_experts(experts, x, ids, weights, "swish")
     x, ids, weights = x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
     monkeypatch.setattr(moe, "grouped_matmul", _poisoned if way == "triton" else _torchs_product)
@@ -259,7 +294,10 @@ def test_fp4_experts_equal_a_loop(
         own = ids - first
         own = torch.where((own < 0) | (own >= here), here, own)
         part = slice(first, first + here)
-        mine = [Fp4Weight(*(t[part].to(DEVICE) for t in stack)) for stack in stacks]
+        mine = [
+            type(stack)(*(None if t is None else t[part].to(DEVICE) for t in stack))
+            for stack in stacks
+        ]
         biases = [bias[part].to(DEVICE, dtype) for bias in experts.biases or ()]
         biases = moe.ExpertBiases(*biases) if has_bias else None
         out = moe.grouped_experts(x, own, weights, *mine, BETWEEN["swish"][0], count, biases)
@@ -285,7 +323,7 @@ FP8_SHAPES = [  # rows, experts, chosen, hidden size, inner size, their groups
 
 def _poisoned(*args: Any) -> torch.Tensor:
     """The kernel's product; what it leaves unwritten must not be read."""
-    kernel = triton_fp4 if isinstance(args[1], Fp4Weight) else triton_fp8
+    kernel = KERNELS[type(args[1])]
     out = kernel.grouped_matmul(*args)
     out[int(args[2][-1]) :] = torch.nan
     return out

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trtspec import CheckpointError
 from trtspec.checkpoints.dequantized import dequantized
+from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.tensors import open_checkpoint
 
 PACKED, NVFP4, MXFP4 = (f"{kind}pack-quantized" for kind in ("", "nvfp4-", "mxfp4-"))
@@ -76,6 +77,7 @@ def test_weights_and_text(tmp_path: Path, form: Form) -> None:
     path = tiny_model_dir(tmp_path, **SIZES)
     twin = load_file(path / "model.safetensors")
     _check(path, twin, *four_bits(form, twin))
+    assert load_config(path).has_four_bits == (form.bits == 4 and form.method != MXFP4)
 
 
 @pytest.mark.parametrize("form", OF_EXPERTS, ids=str)

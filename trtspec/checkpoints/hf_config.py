@@ -18,7 +18,7 @@ from ..models.config import DecoderConfig
 from ..models.rope import ROPE_TYPES, RopeTables
 from .families import FAMILIES, Family
 from .files import is_there, read_json_object
-from .quantization import quantization_of
+from .quantization import Packing, quantization_of
 from .text_part import TEXT_TYPES, text_config
 
 MAX_HEAD_DIM = 4096
@@ -79,6 +79,7 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
         layer_windows=(None,) * hf.num_hidden_layers,
         eos_token_ids=tuple(_token_ids(hf.eos_token_id, where)),
         dtype=str(merged.get("dtype") or "float32").removeprefix("torch."),
+        has_four_bits=_has_four_bits(raw, where),
         raw=merged,
     )
     config = replace(config, **_fields_of_family(raw["model_type"], hf, where))
@@ -131,6 +132,12 @@ def _even_hidden_size(raw: dict[str, Any]) -> dict[str, Any]:
     if not is_int(head_dim, 1, MAX_SIZE) or hidden_size % heads == 0:
         return {}
     return {"hidden_size": heads * head_dim}
+
+
+def _has_four_bits(raw: dict[str, Any], where: Path) -> bool:
+    """Whether weights are of a form that kernels for 4 bits read."""
+    how = quantization_of(raw, where)
+    return isinstance(how, Packing) and how.bits == 4 and how.form != "mxfp4"
 
 
 def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:

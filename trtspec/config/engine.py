@@ -171,8 +171,9 @@ class EngineConfig:
         speculative_config: a decoding config, a dict of its fields with TensorRT-LLM's
             `decoding_type` ("NGram", "Eagle3", …), or None for plain decoding.
         device: "auto" (CUDA where there is one), "cpu" or "cuda".
-        dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions),
-            "float32", "bfloat16", on CUDA also "float16".
+        dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions; bfloat16
+            for weights of 4 bits in float16, where they stay so in that alone), "float32",
+            "bfloat16", on CUDA also "float16".
         quant: "fp8" quantises the weights of the layers' products to e4m3 with a scale for each
             row, as they are loaded; FP8 weights stay as they are. On the CPU they are floats with
             FP8's values. None leaves all weights as the checkpoint has them.

@@ -7,6 +7,7 @@ import platform
 
 import torch
 
+from .. import native
 from ..attention.base import AttentionBackend
 from ..attention.torch_sdpa import TorchAttention
 from ..errors import ConfigError
@@ -53,7 +54,8 @@ def resolve_dtype(
     """Returns the dtype; "auto" is the checkpoint's.
 
     On a CPU without instructions for bfloat16, "auto" takes float32 instead, which is faster. It
-    also does where the device does not compute in the checkpoint's.
+    also does where the device does not compute in the checkpoint's. Of a checkpoint of 4 bits in
+    float16, as AWQ's are, it takes bfloat16 where such weights stay 4 bits in that alone.
 
     Raises:
         ConfigError: it is not supported on this device.
@@ -65,6 +67,9 @@ def resolve_dtype(
         if name == "bfloat16" and device.type == "cpu" and not _multiplies_bfloat16():
             logger.info("This CPU multiplies float32 faster than bfloat16: dtype is float32.")
             name = "float32"
+        if name == "float16" and config.has_four_bits and _keeps_four_bits(device):
+            logger.info("Weights of 4 bits stay so in bfloat16, not in float16: dtype is bfloat16.")
+            name = "bfloat16"
         if name in ("float16", "float64") and name not in allowed:
             logger.info("On %s a checkpoint in %s is computed in float32.", device.type, name)
             name = "float32"
@@ -73,6 +78,11 @@ def resolve_dtype(
             f"dtype={name!r} on {device.type}: use one of {', '.join(['auto', *allowed])}."
         )
     return _DTYPES[name]
+
+
+def _keeps_four_bits(device: torch.device) -> bool:
+    """Whether there are kernels for weights of 4 bits."""
+    return native.kernels(torch.empty(0, device=device)) is not None
 
 
 def attention_backend(name: str, device: torch.device) -> AttentionBackend:
