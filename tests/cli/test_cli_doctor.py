@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from guided import save_tokenizer
 from tiny import tiny_model_dir
 
-from trtspec import cli
+from trtspec import LLM, cli
 from trtspec.checkpoints import weights, zoo
+from trtspec.cli.inputs import encoder
+from trtspec.errors import RequestError
 
 Captured = pytest.CaptureFixture[str]
 
@@ -31,7 +35,10 @@ class _Engine:
     def __exit__(self, *_: object) -> None:
         _Engine.open.remove(self)
 
-    def chat(self, prompts: list[Any], params: Any) -> list[Any]:
+    def apply_chat_template(self, messages: list[Any]) -> list[int]:
+        return [len(message["content"]) for message in messages]
+
+    def generate(self, prompts: list[list[int]], params: Any) -> list[Any]:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(3, 97, (len(prompts), 30), generator=generator).tolist()
         return [
@@ -40,8 +47,12 @@ class _Engine:
         ]
 
 
+def _main(*arguments: object) -> int:
+    return cli.main([*map(str, arguments), "--device", "cpu", "--dtype", "float32"])
+
+
 def _doctor(*arguments: object) -> int:
-    return cli.main(["doctor", *map(str, arguments), "--device", "cpu", "--dtype", "float32"])
+    return _main("doctor", *arguments)
 
 
 def test_a_draft_model_by_name(
@@ -100,3 +111,23 @@ def test_a_wrong_directory_is_told_before_the_target_writes(
 def test_no_tokens_are_too_few(tmp_path: Path, capsys: Captured) -> None:
     assert _doctor("--target", tmp_path, "--head", tmp_path, "--max-tokens", 0) == 2
     assert "--max-tokens" in capsys.readouterr().err
+
+
+def test_a_model_without_a_chat_template(tmp_path: Path, capsys: Captured) -> None:
+    """Commands and the server's errors say what else there is; `--raw` gives the text alone."""
+    target = tiny_model_dir(tmp_path, max_position_embeddings=4096)
+    tokenizer = save_tokenizer(target)
+    measuring = ["acceptance", "--model", target, "--speculative", "ngram", "--per-category", 1]
+    measuring += ["--max-tokens", 2]
+    examining = ["--target", target, "--head", target, "--prompts", 12, "--max-tokens", 24]
+    for run in (partial(_main, *measuring), partial(_doctor, *examining)):
+        assert run() == 2
+        error = " ".join(capsys.readouterr().err.split())
+        assert "has no chat template" in error and "--raw gives the text" in error, error
+        code, (out, error) = run("--raw", "--json"), capsys.readouterr()
+        assert code == 0 and json.loads(out), error
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    with LLM(target, device="cpu", dtype="float32", max_seq_len=64) as llm:
+        assert encoder(llm, raw=True)(messages) == tokenizer.encode("ab\n\nc")
+        with pytest.raises(RequestError, match=r"to generate\(\) or /v1/completions"):
+            llm.chat(messages)

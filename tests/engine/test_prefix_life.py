@@ -435,3 +435,18 @@ def test_equal_prompts_do_not_wait_for_one_answer(target_dir: Path) -> None:
             llm.executor.step()
             steps += 1
     assert steps < 30
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_prompt_that_is_preempted_halfway_counts_once(target_dir: Path, reuse: bool) -> None:
+    cache = KvCacheConfig(max_tokens=112, tokens_per_block=PAGE, enable_block_reuse=reuse)
+    llm = LLM(
+        target_dir, device="cpu", dtype="float32", max_batch_size=4, max_seq_len=96,
+        max_num_tokens=12, enable_chunked_prefill=True, kv_cache_config=cache,
+    )  # fmt: skip
+    prompts = [[(7 * i + 3 * j) % 90 + 3 for j in range(60)] for i in range(4)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+    stats = llm.stats()
+    assert stats.num_preemptions > 2
+    assert stats.prefix_cache.queried_tokens == 4 * 60
+    assert stats.prefix_cache.hit_tokens == sum(output.cached_tokens for output in outputs)

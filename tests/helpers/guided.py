@@ -25,14 +25,14 @@ _CHARACTERS = [chr(c) for c in range(32, 127)]
 
 def token_texts() -> list[str]:
     """The text of each of the 97 tokens: special ones, some of several characters, characters."""
-    kept = [c for c in _CHARACTERS if c not in "~`^#$%&*@!?<>"]
-    return [*SPECIAL, *LONG, *kept][:VOCAB]
+    kept = [c for c in _CHARACTERS if c not in "~`^#$%&*@!?<>|"]
+    return [*SPECIAL, *LONG, *kept]
 
 
 def save_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     """Saves it beside a tiny model."""
     texts = token_texts()
-    assert len(set(texts)) == VOCAB
+    assert len(set(texts)) == len(texts) == VOCAB
     tokenizer = Tokenizer(WordLevel({t: i for i, t in enumerate(texts)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -15,6 +15,7 @@ from rich.text import Text
 from ..data.acceptance_prompts import AcceptancePrompt, load_prompts, select_prompts
 from .engine import load_llm, load_pair, parse_mode
 from .errors import CliError
+from .inputs import encoder
 from .numbers import MAX_TEMPERATURE, parse_contexts, parse_numbers
 from .options import AcceptanceOptions, EngineOptions, JsonOptions
 from .output import check_files, write_json
@@ -117,13 +118,14 @@ def _measure(
             contexts=plan.contexts,
             max_tokens=what.max_tokens,
             seed=what.seed,
+            encode=encoder(llm, what.raw),
             progress=progress,
         )
     except InterruptedReport as interrupt:
         return interrupt.report, interrupt
     if plain is None:
         return report, None
-    ids = sorted((llm.apply_chat_template(p.messages) for p in plan.prompts), key=len)
+    ids = sorted(map(encoder(llm, what.raw), (p.messages for p in plan.prompts)), key=len)
     try:
         advice = _advise(plain, llm, ids, report, options.max_batch_size, progress)
     except BaseException as error:  # noqa: BLE001 - what was measured is worth minutes

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from .engine import resolve_model
 from .errors import EXIT_FAILED, CliError
+from .inputs import encoder
 from .options import DoctorOptions, JsonOptions
 from .output import check_writable, write_json
 from .render import make_console
@@ -93,7 +94,8 @@ def _write(target_dir: Path, options: DoctorOptions, num_positions: int) -> tupl
         tensor_parallel_size=options.tensor_parallel_size,
         max_seq_len=min(1024, num_positions),
     ) as llm:
-        outputs = llm.chat(messages, SamplingParams(max_tokens=options.max_tokens))
+        inputs = list(map(encoder(llm, options.raw), messages))
+        outputs = llm.generate(inputs, SamplingParams(max_tokens=options.max_tokens))
     return (
         [list(output.prompt_token_ids) for output in outputs],
         [list(output.outputs[0].token_ids) for output in outputs],

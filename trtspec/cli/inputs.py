@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,6 +107,20 @@ def to_token_ids(llm: LLM, prompt: Prompt) -> list[int]:
         return llm.apply_chat_template(prompt.messages)
     except ValueError as error:
         raise CliError(f"{error} (--raw gives the text to the model as it is.)") from error
+
+
+def encoder(llm: LLM, raw: bool) -> Callable[[Sequence[dict[str, str]]], list[int]]:
+    """Returns what makes token ids of messages: of their text if `raw`, else the chat template."""
+
+    def of_text(messages: Sequence[dict[str, str]]) -> list[int]:
+        ids = llm.inputs.tokenize("\n\n".join(message["content"] for message in messages)).ids
+        assert isinstance(ids, list)
+        return ids
+
+    def of_template(messages: Sequence[dict[str, str]]) -> list[int]:
+        return to_token_ids(llm, Prompt(list(messages)))
+
+    return of_text if raw else of_template
 
 
 def to_inputs(llm: LLM, prompts: Sequence[Prompt], raw: bool) -> list[str] | list[list[int]]:

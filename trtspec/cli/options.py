@@ -39,6 +39,9 @@ MaxBatchSize = Annotated[int, _engine_option("max_batch_size")]
 Quant = Annotated[str | None, _engine_option("quant")]
 TensorParallelSize = Annotated[int | None, _engine_option("tensor_parallel_size", "--tp")]
 MaxTokens = Annotated[int, typer.Option(help="Most new tokens per prompt.")]
+Raw = Annotated[
+    bool, typer.Option("--raw", help="Give the text to the model as it is: no chat template.")
+]
 
 
 @dataclass(frozen=True)
@@ -182,9 +185,7 @@ class PromptOptions:
         Path | None,
         typer.Option(help='One JSON per line: a string, {"prompt": "..."} or {"messages": [...]}.'),
     ] = None
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Give the text to the model as it is: no chat template.")
-    ] = False
+    raw: Raw = False
 
 
 @dataclass(frozen=True)
@@ -350,6 +351,7 @@ class AcceptanceOptions:
             help="Like 256,1024,4096: the prompts again, after turns that make them this long."
         ),
     ] = None
+    raw: Raw = False
     max_tokens: MaxTokens = 128
     seed: Annotated[int, typer.Option(min=0, help="Of sampled answers.")] = 0
     advise: Annotated[
@@ -369,6 +371,7 @@ class DoctorOptions:
     num_prompts: Annotated[
         int, typer.Option("--prompts", min=1, help="How many of the package's prompts to use.")
     ] = 24
+    raw: Raw = False
     max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens per prompt.")] = 64
     dtype: Dtype = DEFAULT_DTYPE
     quant: Quant = None

@@ -51,6 +51,7 @@ class Request:
     num_computed: int = 0  # context tokens launched so far, with those that were reused
     num_reused: int = 0  # context tokens whose KV was found in the cache at the last admission
     cached_tokens: int | None = None  # the same at the first admission; None before it
+    is_counted: bool = False  # its prompt is in `Statistics`, whatever preempts it later
     cache_salt: str | None = None  # requests of other salts share no blocks with it
     prefix: PrefixChain | None = None  # keys of its blocks, if it may share them
     stops: tuple[int, ...] = ()  # where passes over its prompt end, so that its state can be kept

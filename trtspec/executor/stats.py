@@ -43,7 +43,8 @@ class Statistics:
     def add_prefixes(self, batch: ScheduledBatch) -> None:
         """Counts what the cache held of requests that begin; of preempted ones nothing."""
         for chunk in batch.contexts:
-            if chunk.is_first and not chunk.request.output_token_ids:
+            if chunk.is_first and not chunk.request.is_counted:
+                chunk.request.is_counted = True
                 self.queried_tokens += chunk.request.num_context_tokens
                 self.hit_tokens += chunk.start
 

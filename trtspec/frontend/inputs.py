@@ -107,7 +107,10 @@ class Inputs:
             RequestError: the messages do not fit the template, or the model has none.
         """
         if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise RequestError(f"{self.model_dir.name} has no chat template: use generate().")
+            raise RequestError(
+                f"{self.model_dir.name} has no chat template: give text in place of messages, to "
+                "generate() or /v1/completions."
+            )
         if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) for m in messages):
             raise RequestError(
                 f"messages={messages!r}: give a list like [{{'role': 'user', 'content': '…'}}]."
