@@ -65,7 +65,7 @@ def four_bits(
         random: weights are replaced by random codes, scales and zeros, so all occur.
     """
     generator = torch.Generator().manual_seed(1)
-    packer = {"awq": _awq, "gptq": _gptq, "pack-quantized": _packed}.get(form.method)
+    packer = PACKERS.get(form.method)
     tensors, left = {}, []
     for name, weight in list(twin.items()):
         if not chosen(name):
@@ -86,7 +86,9 @@ def _integers(form: Form, weight: Tensor, generator: torch.Generator, random: bo
     rows, columns = weight.shape
     size = columns if form.group == -1 else form.group
     groups, most = -(-columns // size), 2**form.bits - 1
-    least = int(form.method == "gptq" and form.version == "gptq")  # a zero is stored less one
+    least = int(
+        form.method in ("gptq", "auto-round") and form.version == "gptq"
+    )  # less one is stored
     group_of = torch.arange(columns) // size
     if form.shuffled:
         group_of = group_of[torch.randperm(columns, generator=generator)]
@@ -152,6 +154,15 @@ def _gptq(form: Form, whole: Integers) -> tuple[Tensors, Tensor]:
     }, whole.values()
 
 
+def _auto_round(form: Form, whole: Integers) -> tuple[Tensors, Tensor]:
+    """GPTQ's first format, without a tensor of groups."""
+    parts, values = _gptq(form, whole)
+    return {name: part for name, part in parts.items() if name != "g_idx"}, values
+
+
+PACKERS = {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "pack-quantized": _packed}
+
+
 def _fp4(form: Form, weight: Tensor, generator: Any, random: bool) -> tuple[Tensors, Tensor]:
     group, is_mx = GROUP_OF_FP4[form.method], form.method == "mxfp4-pack-quantized"
     peaks = weight.abs().unflatten(1, (-1, group)).amax(2) / 6
@@ -201,6 +212,15 @@ def config_of(form: Form, left: list[str]) -> dict[str, Any]:
     if form.method == "gptq":
         version = {} if form.version == "gptq" else {"checkpoint_format": form.version}
         return {**size, "desc_act": form.shuffled, "sym": form.symmetric, **version}
+    if form.method == "auto-round":
+        floats = {name: {"bits": 16, "data_type": "float"} for name in left}
+        said = {"sym": form.symmetric, "data_type": "int", "extra_config": floats}
+        return {
+            **size,
+            **said,
+            "packing_format": "auto_round:auto_gptq",
+            "autoround_version": "0.9",
+        }
     if form.method == "modelopt":
         weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
         groups = {"group_0": {"input_activations": weights, "weights": weights}}

@@ -44,10 +44,11 @@ FORMS = [
             (8, 32, True, True), (4, -1, False, False),
         ]
     ),
+    Form("auto-round"), Form("auto-round", group=128, symmetric=False), Form("auto-round", 8, 64),
 ]  # fmt: skip
 OF_EXPERTS = [
     Form(PACKED, dtype=BF16), Form(NVFP4), Form(MXFP4), Form("modelopt"),
-    Form("awq", symmetric=False), Form("gptq", shuffled=True),
+    Form("awq", symmetric=False), Form("gptq", shuffled=True), Form("auto-round"),
 ]  # fmt: skip
 BY_METHOD = {form.method: form for form in OF_EXPERTS}
 BY_METHOD["asymmetric"] = Form(PACKED, symmetric=False)
@@ -78,6 +79,14 @@ def test_weights_and_text(tmp_path: Path, form: Form) -> None:
     twin = load_file(path / "model.safetensors")
     _check(path, twin, *four_bits(form, twin))
     assert load_config(path).has_four_bits == (form.bits == 4 and form.method != MXFP4)
+
+
+def test_auto_round_in_the_order_of_awq(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path, **SIZES)
+    twin = load_file(path / "model.safetensors")
+    tensors, config = four_bits(Form("awq", symmetric=False), twin)
+    said = {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}
+    _check(path, twin, tensors, {"bits": 4, "group_size": config["group_size"], **said})
 
 
 @pytest.mark.parametrize("form", OF_EXPERTS, ids=str)
@@ -269,6 +278,11 @@ def test_a_weight_twice_is_refused(path: Path, floats: Tensors, method: str) -> 
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format.*marlin"),
         ("awq", {"checkpoint_format": "gemv"}, "checkpoint_format.*gemv"),
         ("gptq", {"dynamic": {"-:.*a": {}, "+:.*b": {"bits": 8}}}, r"dynamic.*\+:\.\*b"),
+        ("auto-round", {"packing_format": "auto_round"}, "packing_format.*auto_round"),
+        ("auto-round", {"data_type": "mx_fp"}, "data_type.*mx_fp"),
+        ("auto-round", {"act_bits": 8}, "act_bits': 8"),
+        ("auto-round", {"extra_config": {"x.q_proj": {"bits": 8}}}, "x.q_proj.*bits.*8"),
+        ("auto-round", {"bits": 2}, r"bits\W+2\b"),
         ("modelopt", {"group_size": 32}, "group_size': 32"),
         ("modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo.*W4A8_AWQ"),
         ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "quant_algo.*NVFP4_AWQ"),

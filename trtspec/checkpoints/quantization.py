@@ -12,7 +12,7 @@ Of numbers that lie packed the tensors have other names:
 
 | quant_method | format |
 |---|---|
-| `awq`, `gptq`, `compressed-tensors` with `pack-quantized` | `packed_ints.py` |
+| `awq`, `gptq`, `auto-round`, `compressed-tensors` with `pack-quantized` | `packed_ints.py` |
 | `modelopt` with `NVFP4`, `compressed-tensors` with `nvfp4-pack-quantized` | `packed_floats.py` |
 | `compressed-tensors` with `mxfp4-pack-quantized` | the same |
 
@@ -239,6 +239,32 @@ def _gptq(fields: Fields) -> Packing | str:
     return _of_words(fields, "gptq", adds_to_zeros=int(form == "gptq"), has_groups=has_groups)
 
 
+_OF_AUTO_ROUND = {
+    **dict.fromkeys(("auto_gptq", "gptq", "gptqmodel"), "gptq"),
+    **dict.fromkeys(("auto_awq", "awq"), "awq"),
+}
+"""What AutoRound packs its integers like, by `packing_format` without its first part."""
+
+
+def _auto_round(fields: Fields) -> Packing | str:
+    packing = str(fields.get("packing_format", "auto_round:auto_gptq"))
+    form = _OF_AUTO_ROUND.get(packing.removeprefix("auto_round:"))
+    if form is None:
+        return f"'packing_format': {packing!r}"
+    allowed = {"data_type": ("int",), "act_bits": (16, 32, None), "super_bits": (None,)}
+    for name, values in allowed.items():
+        if fields.get(name, values[0]) not in values:
+            return f"{name!r}: {fields[name]!r}"
+    for module, own in (fields.get("extra_config") or {}).items():
+        if own.get("bits", 4) >= 16:  # floats: their tensors say so
+            continue
+        for name in ("bits", "group_size", "data_type", "sym"):
+            if own.get(name, fields.get(name)) != fields.get(name):
+                return f"'extra_config': {module!r} has {name!r}: {own[name]!r}"
+    more = {"adds_to_zeros": 1} if form == "gptq" else {}
+    return _of_words(fields, form, **more)
+
+
 def _modelopt(fields: Fields) -> Quantization | Packing | str:
     algorithm = fields.get("quant_algo")
     if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
@@ -260,6 +286,8 @@ _READERS: dict[str, Callable[[Fields], Quantization | Packing | str]] = {
     "mxfp4": lambda fields: Quantization(MXFP4),
     "awq": _awq,
     "gptq": _gptq,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
 }
 
 
