@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,16 @@ from tiny import tiny_model_dir
 from torch import Tensor
 
 from trtspec.checkpoints import place
+from trtspec.checkpoints.four_bit_parts import FourBitParts
 from trtspec.checkpoints.place import WeightForm
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.distributed.comm import Communicator
 from trtspec.distributed.parallel import ONE_RANK, Parallel
+from trtspec.executor.cuda_graphs.context_inputs import seconds_of_row
 from trtspec.layers.experts import Experts
 from trtspec.models.decoder import Decoder
 from trtspec.ops.layer.four_bits import FourBitWeight
+from trtspec.ops.layer.fp8 import Fp8Weight
 
 FORMS = [
     Form("pack-quantized"), Form("awq", group=128, symmetric=False), Form("gptq", group=64),
@@ -58,7 +62,8 @@ def _checkpoint(name: str, path: Path, form: Form, **sizes: Any) -> tuple[Path, 
     """One whose experts have 4 bits, and the logits of their values."""
     path = tiny_model_dir(path, name, **{**SIZES, **MORE[name], **sizes})
     twin = load_file(path / "model.safetensors")
-    tensors, config = four_bits(form, twin, lambda name: ".experts." in name, random=True)
+    is_random = form.method != "mxfp4-pack-quantized"  # whose scales would be up to 2^125
+    tensors, config = four_bits(form, twin, lambda name: ".experts." in name, random=is_random)
     write(path, twin, None)
     expected = logits_of(_load(path, WeightForm()))
     write(path, tensors, config)
@@ -79,8 +84,8 @@ def test_logits_are_those_of_floats(tmp_path: Path, name: str, form: Form) -> No
 def test_over_ranks(
     tmp_path: Path, form: Form, experts: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Experts that are dealt out stay 4 bits, but kernels do not read a half of their width."""
-    path, expected = _checkpoint("qwen3_moe", tmp_path, form)
+    """Experts that are dealt out stay 4 bits, but kernels do not read a half of a width of 128."""
+    path, expected = _checkpoint("qwen3_moe", tmp_path, form, moe_intermediate_size=128)
 
     def of_rank(comm: Communicator) -> tuple[Tensor, set[bool]]:
         model = _load(path, KEPT, Parallel(comm, experts))
@@ -117,6 +122,54 @@ def test_both_products_stay_or_none(tmp_path: Path, caplog: pytest.LogCaptureFix
     write(path, tensors, config)
     with caplog.at_level(logging.WARNING):
         model = _load(path, KEPT)
-    assert {mixture.kind for mixture in _mixtures(model)} == {None}
+    assert {mixture.kind for mixture in _mixtures(model)} == {None}  # floats
     torch.testing.assert_close(logits_of(model), expected, atol=1e-4, rtol=1e-4)
     assert "The experts of 2 of 2 mixtures do not stay 4 bits" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "form", [Form("mxfp4-pack-quantized"), Form("pack-quantized", dtype=torch.float32)], ids=str
+)
+def test_others_become_fp8(tmp_path: Path, form: Form, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        path, expected = _checkpoint("qwen3_moe", tmp_path, form)
+        model = _load(path, KEPT)
+    assert {mixture.kind for mixture in _mixtures(model)} == {Fp8Weight}
+    torch.testing.assert_close(logits_of(model), expected, atol=1e-4, rtol=1e-4)
+    assert "become FP8 with scales of groups" in caplog.text
+
+
+def test_wide_and_narrow_experts(tmp_path: Path) -> None:
+    """As Mixtral's, wider than what rests in shared memory; and of few columns."""
+    for inner in (128, 14336):
+        sizes = {"hidden_size": 128, "intermediate_size": inner, "num_hidden_layers": 1}
+        path, expected = _checkpoint("mixtral", tmp_path / str(inner), FORMS[1], **sizes)
+        model = _load(path, KEPT)
+        assert {mixture.kind for mixture in _mixtures(model)} == {FourBitWeight}
+        torch.testing.assert_close(logits_of(model), expected, atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_one_expert_at_a_time_is_put_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What that takes beside the model is small."""
+    path, _ = _checkpoint("qwen3_moe", tmp_path, FORMS[0])
+    alive: weakref.WeakSet[FourBitParts] = weakref.WeakSet()
+    most = []
+
+    class Counted(FourBitParts):
+        def __init__(self, *arguments: Any):
+            super().__init__(*arguments)
+            alive.add(self)
+            most.append(len(alive))
+
+    monkeypatch.setattr(place, "FourBitParts", Counted)
+    _load(path, KEPT)
+    assert len(most) > 10 and max(most) <= 2
+
+
+def test_the_operations_of_a_row_count_weights_not_bytes(tmp_path: Path) -> None:
+    path, _ = _checkpoint("qwen3_moe", tmp_path, FORMS[1])
+    kept, floats = _load(path, KEPT), _load(path, WeightForm())
+    assert seconds_of_row(kept) == pytest.approx(seconds_of_row(floats))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from four_bits import Form, config_of, four_bits
-from quantized import Tensors, texts_of, write
+from quantized import Tensors, compressed, other, texts_of, write
 from safetensors.torch import load_file
 from tiny import tiny_model_dir
 from torch import Tensor
@@ -78,7 +78,37 @@ def test_weights_and_text(tmp_path: Path, form: Form) -> None:
     path = tiny_model_dir(tmp_path, **SIZES)
     twin = load_file(path / "model.safetensors")
     _check(path, twin, *four_bits(form, twin))
-    assert load_config(path).has_four_bits == (form.bits == 4 and form.method != MXFP4)
+    is_scattered = form.method == "gptq" and form.shuffled
+    stays = form.bits == 4 and form.method != MXFP4 and not is_scattered
+    assert load_config(path).has_four_bits is stays
+
+
+@pytest.mark.parametrize("form", [Form(PACKED), Form(NVFP4), Form("modelopt")], ids=str)
+def test_beside_fp8(tmp_path: Path, form: Form) -> None:
+    """Attention in FP8, MLPs in 4 bits: tensors say which."""
+    path = tiny_model_dir(tmp_path, **SIZES)
+    twin = load_file(path / "model.safetensors")
+    attention = {name: twin.pop(name) for name in list(twin) if "self_attn" in name}
+    is_modelopt = form.method == "modelopt"
+    codes, of_codes = (
+        other("modelopt", attention) if is_modelopt else compressed("channel", "float", attention)
+    )
+    tensors, config = four_bits(form, twin)
+    tensors, twin = tensors | codes, twin | attention
+    if is_modelopt:
+        layers = {"x.q_proj": {"quant_algo": "FP8"}}
+        layers["x.up_proj"] = {"quant_algo": "NVFP4", "group_size": 16}
+        config = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    else:
+        (group,) = of_codes["config_groups"].values()
+        config["config_groups"]["group_1"] = {"format": of_codes["format"], **group}
+    _check(path, twin, tensors, config)
+    assert load_config(path).has_four_bits
+    if is_modelopt:
+        layers["x.down_proj"] = {"quant_algo": "W4A8_AWQ"}
+        with pytest.raises(CheckpointError, match=r"quantized_layers: 'x.down_proj'.*W4A8_AWQ"):
+            write(path, tensors, config)
+            load_config(path)
 
 
 def test_auto_round_in_the_order_of_awq(tmp_path: Path) -> None:

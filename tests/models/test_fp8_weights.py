@@ -216,7 +216,13 @@ def texts(path: Path, config: Any = None, **options: Any) -> list[list[int]]:
 def fp8_modules(model: nn.Module) -> set[str]:
     """Returns the last names of modules whose weights are FP8."""
     named = model.named_modules()
-    return {n.rpartition(".")[2] for n, m in named if isinstance(m, (Linear, Experts)) and m.fp8}
+    return {n.rpartition(".")[2] for n, m in named if _is_fp8(m)}
+
+
+def _is_fp8(module: nn.Module) -> bool:
+    if isinstance(module, Linear):
+        return module.fp8 is not None
+    return isinstance(module, Experts) and module.kind is Fp8Weight
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])

@@ -56,13 +56,39 @@ def dequantized(
             )
         return sources
     found = {name: s for name, s in sources.items() if not _OF_SERVING.search(name)}
-    if how is None:
-        return found
-    if isinstance(how, Packing):
-        of_ints = how.form in ("compressed", "gptq", "awq")
-        return (packed_ints if of_ints else packed_floats).unpacked(found, how, where)
+    if how.packing is None:
+        return found if how.codes is None else _with_scales(found, how.codes, where)
+    if how.codes is None:
+        return _unpacked(found, how.packing, where)
+    coded = _coded(found, how.codes)
+    others = {name: s for name, s in found.items() if name not in coded}
+    return _unpacked(others, how.packing, where) | _with_scales(coded, how.codes, where)
+
+
+def _coded(sources: dict[str, TensorSource], how: Quantization) -> dict[str, TensorSource]:
+    """The weights that have codes, and their scales, of a checkpoint that has packed ones, too."""
+    weights = [
+        name
+        for name, source in sources.items()
+        if source.dtype == how.dtype and not name.endswith(how.suffixes)
+    ]
+    names = [name + suffix for name in weights for suffix in ("", *how.suffixes)]
+    return {name: sources[name] for name in names if name in sources}
+
+
+def _unpacked(
+    sources: dict[str, TensorSource], how: Packing, where: Path
+) -> dict[str, TensorSource]:
+    of_ints = how.form in ("compressed", "gptq", "awq")
+    return (packed_ints if of_ints else packed_floats).unpacked(sources, how, where)
+
+
+def _with_scales(
+    found: dict[str, TensorSource], how: Quantization, where: Path
+) -> dict[str, TensorSource]:
     if how.dtype == MXFP4:
         return mxfp4.unpacked(found, where)
+    dtypes = {name: source.dtype for name, source in found.items()}
     for name, source in list(found.items()):
         if source.dtype == how.dtype:
             names = [f"{name}{suffix}" for suffix in how.suffixes]
@@ -78,7 +104,7 @@ def dequantized(
     left = [name for name in found if name.endswith(of_weights)]
     if left:
         name = left[0].removesuffix("_inv").removesuffix("_scale")
-        kind = f"has dtype {sources[name].dtype}" if name in sources else "is not there"
+        kind = f"has dtype {dtypes[name]}" if name in dtypes else "is not there"
         raise CheckpointError(
             f"{where.parent} holds {left[0]}, but {name} {kind}; it must be {how.dtype}. Copy the "
             "checkpoint again from its source."

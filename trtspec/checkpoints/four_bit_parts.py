@@ -41,18 +41,13 @@ class FourBitParts:
     def __init__(self, shape: torch.Size, group: int, device: torch.device):
         out, columns = shape
         groups = -(-columns // group)
-        self.group, self.rows_left = group, out
+        self.group = group
         self.numbers = torch.empty(shape, dtype=torch.uint8, device=device)
         self.is_floats = group == four_bits.NVFP4_GROUP
         kind = FP8 if self.is_floats else torch.float32
         self.scales = torch.empty(out, groups, dtype=kind, device=device)
         self.zeros = torch.empty(out, groups, dtype=torch.uint8, device=device)
         self.row_scales = torch.empty(out, dtype=torch.float32, device=device)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every row is there."""
-        return self.rows_left == 0
 
     def place(self, source: TensorSource, placement: Placement) -> None:
         """Puts a tensor, or this rank's part of it, where it belongs.
@@ -82,10 +77,9 @@ class FourBitParts:
                 tensor = tensor.narrow(cut.dim, cut.start // by, -(-cut.length // by))
             tensor = placement.arranged(as_bytes(tensor.contiguous()))
             as_bytes(to)[rows] = tensor.to(to.device)
-        self.rows_left -= placement.shape[0]
 
     def packed(self) -> FourBitWeight:
-        """Returns the weight."""
+        """Returns the weight, of which every row is there."""
         if self.is_floats:
             return four_bits.from_nvfp4(self.numbers, self.scales, self.row_scales)
         return four_bits.from_integers(self.numbers, self.zeros, self.scales, self.group)

@@ -18,7 +18,7 @@ from ..models.config import DecoderConfig
 from ..models.rope import ROPE_TYPES, RopeTables
 from .families import FAMILIES, Family
 from .files import is_there, read_json_object
-from .quantization import Packing, quantization_of
+from .quantization import quantization_of
 from .text_part import TEXT_TYPES, text_config
 
 MAX_HEAD_DIM = 4096
@@ -136,8 +136,10 @@ def _even_hidden_size(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _has_four_bits(raw: dict[str, Any], where: Path) -> bool:
     """Whether weights are of a form that kernels for 4 bits read."""
-    how = quantization_of(raw, where)
-    return isinstance(how, Packing) and how.bits == 4 and how.form != "mxfp4"
+    packing = quantization_of(raw, where).packing
+    if packing is None or packing.has_groups:  # such groups seldom lie together
+        return False
+    return packing.bits == 4 and packing.form != "mxfp4"
 
 
 def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:

@@ -25,7 +25,7 @@ from ..errors import CheckpointError
 from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..models.placement import Placement
-from ..ops.experts import fp4, tiles
+from ..ops.experts import fp4
 from ..ops.experts.fp4 import Fp4Weight
 from ..ops.layer import four_bits
 from ..ops.layer.four_bits import FourBitWeight
@@ -112,7 +112,6 @@ def place_tensors(
         CheckpointError: a file is damaged, or a quantised weight is NaN.
     """
     into: dict[_Leaf, _Into] = {}
-    unfinished: dict[tuple[_Leaf, int | None], FourBitParts] = {}
     dtype, device, form = options.dtype, options.device, options.form
     of_four_bits = _of_four_bits(placement_of, sources, form)
     packed = _packed_products(model, placement_of, sources, options)
@@ -134,13 +133,6 @@ def place_tensors(
             continue
         leaf = _leaf(placement)
         if leaf in packed:
-            shape = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
-            key = leaf, placement.expert
-            if key not in unfinished:
-                unfinished[key] = FourBitParts(shape[-2:], packed[leaf], device)
-            unfinished[key].place(sources[name], placement)
-            if unfinished[key].is_complete:
-                into[leaf] = _with(into.get(leaf), unfinished.pop(key), placement.expert, shape)
             continue
         to = into[leaf]
         if placement.expert is not None:
@@ -154,6 +146,7 @@ def place_tensors(
         else:
             assert isinstance(to, Tensor)
             _place_floats(to, sources[name], placement)
+    _place_packed(into, packed, model, placement_of, sources, device)
     _hold(model, into)
 
 
@@ -402,17 +395,18 @@ def _packed_products(
     }
     others = {name for name in mixtures if any((name, leaf) not in found for leaf in _STACKS)}
     found = {leaf: group for leaf, group in found.items() if leaf[0] not in others}
-    if not (found or mixtures) or not _has_four_bits(options):
+    if found and not _has_four_bits(options):
         return {}
     if others:
         logger.warning(
-            "The experts of %d of %d mixtures do not stay 4 bits: they take FP8's memory, with "
-            "scales twice the checkpoint's or a little more. Kernels read INT4 and NVFP4 where a "
-            "rank's part has outputs by 32, and inputs by 128 from %d on. Share experts out in "
-            "place of their width (moe_expert_parallel_size).",
+            "The experts of %d of %d mixtures do not stay 4 bits: they become FP8 with scales of "
+            "groups, or floats. Kernels read INT4 and NVFP4 where all of a mixture is of one form, "
+            "scales of integers have 16 bits, and %d divides a rank's inputs and %d its outputs. "
+            "(moe_expert_parallel_size leaves experts whole.)",
             len(others),
             len(mixtures),
-            4 * four_bits.STEP,
+            four_bits.STEP,
+            2 * four_bits.ROWS,
         )
     return found
 
@@ -431,28 +425,40 @@ def _has_four_bits(options: LoadOptions) -> bool:
 
 
 def _is_whole(model: nn.Module, leaf: _Leaf) -> bool:
-    """Whether records divide a weight, and kernels read a stack of that shape."""
-    shape = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
-    *stack, out, columns = shape
-    if out % (2 * four_bits.ROWS) or columns % four_bits.STEP:
-        return False
-    return not stack or tiles.fits(shape)
+    """Whether records divide a weight."""
+    out, columns = getattr(model.get_submodule(leaf[0]), leaf[1]).shape[-2:]
+    return out % (2 * four_bits.ROWS) == 0 and columns % four_bits.STEP == 0
 
 
-def _with(
-    there: _Into | None, parts: FourBitParts, expert: int | None, shape: torch.Size
-) -> FourBitWeight:
-    """Returns a parameter of that shape with a weight that is complete, or an expert's."""
-    weight = parts.packed()
-    if expert is None:
-        return weight
-    if there is None:
-        there = four_bits.empty(shape, parts.group, weight.records.device)
-    assert isinstance(there, FourBitWeight)
-    for to, part in zip(there.at(expert), weight, strict=True):
-        if to is not None and part is not None:
-            to.copy_(part)
-    return there
+def _place_packed(
+    into: dict[_Leaf, _Into],
+    packed: Mapping[_Leaf, int],
+    model: nn.Module,
+    placement_of: Mapping[str, Placement],
+    sources: Mapping[str, TensorSource],
+    device: torch.device,
+) -> None:
+    """Puts together what stays 4 bits, one matrix after the other: each takes more for a while."""
+    parts_of: dict[tuple[_Leaf, int | None], list[str]] = defaultdict(list)
+    for name, placement in placement_of.items():
+        if _leaf(placement) in packed and not placement.is_elsewhere:
+            parts_of[_leaf(placement), placement.expert].append(name)
+    for (leaf, expert), names in parts_of.items():
+        shape = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
+        parts = FourBitParts(shape[-2:], packed[leaf], device)
+        for name in names:
+            parts.place(sources[name], placement_of[name])
+        weight = parts.packed()
+        if expert is None:
+            into[leaf] = weight
+            continue
+        if leaf not in into:
+            into[leaf] = four_bits.empty(shape, packed[leaf], device)
+        stack = into[leaf]
+        assert isinstance(stack, FourBitWeight)
+        for to, part in zip(stack.at(expert), weight, strict=True):
+            if to is not None and part is not None:
+                to.copy_(part)
 
 
 def _hold(model: nn.Module, into: Mapping[_Leaf, _Into]) -> None:

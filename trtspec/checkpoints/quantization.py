@@ -57,6 +57,15 @@ class Packing:
     has_groups: bool = False  # a tensor says which columns share one
 
 
+@dataclass(frozen=True)
+class Forms:
+    """How the quantised weights of a checkpoint are stored: in up to two ways, which tensors' dtype
+    tells apart."""
+
+    codes: Quantization | None = None
+    packing: Packing | None = None
+
+
 def quantization_fields(raw: Fields, where: Path) -> tuple[Fields, str]:
     """Returns what the config says of quantisation, nothing if all is float; and where it does.
 
@@ -91,8 +100,8 @@ def _unsupported(source: str, what: str) -> CheckpointError:
     )
 
 
-def quantization_of(raw: Fields, where: Path) -> Quantization | Packing | None:
-    """Returns how the weights beside a config are quantised; None if they are not.
+def quantization_of(raw: Fields, where: Path) -> Forms:
+    """Returns how the weights beside a config are quantised, of those that are.
 
     Args:
         raw, where: as of `quantization_fields`.
@@ -102,7 +111,7 @@ def quantization_of(raw: Fields, where: Path) -> Quantization | Packing | None:
     """
     fields, source = quantization_fields(raw, where)
     if not fields or _is_of_cache_alone(fields):
-        return None
+        return Forms()
     method = fields.get("quant_method")
     if method is None and isinstance(fields.get("quant_algo"), str):
         method = "modelopt"
@@ -111,7 +120,11 @@ def quantization_of(raw: Fields, where: Path) -> Quantization | Packing | None:
         found = read(fields) if read is not None else ""
     except (AttributeError, TypeError) as error:  # of a list where an object was expected
         found = f"a field of another kind than the format has: {error}"
-    if isinstance(found, Quantization | Packing):
+    if isinstance(found, Packing):
+        return Forms(packing=found)
+    if isinstance(found, Quantization):
+        return Forms(found)
+    if isinstance(found, Forms):
         return found
     raise _unsupported(source, f"{method or fields!r}{found and f', {found}'}")
 
@@ -151,7 +164,7 @@ def _fp8(fields: Fields) -> Quantization | str:
     return Quantization(FP8, ("_scale_inv", "_scale"), block)
 
 
-def _compressed(fields: Fields) -> Quantization | Packing | str:
+def _compressed(fields: Fields) -> Forms | str:
     sparsity = fields.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         return f"sparsity_config of format {sparsity['format']!r}"
@@ -179,10 +192,20 @@ def _compressed(fields: Fields) -> Quantization | Packing | str:
         if strategy == "block" and block is None:
             return f"block_structure {size!r}"
         found.add(Quantization(FP8 if kind[0] == "float" else INT8, block=block))
-    if len(found) != 1:
+    return _forms(found, "config_groups")
+
+
+def _forms(found: set[Quantization | Packing], field: str) -> Forms | str:
+    """Returns one form of codes and one of packed numbers at most."""
+    codes = [how for how in found if isinstance(how, Quantization)]
+    packings = [how for how in found if isinstance(how, Packing)]
+    if not found or len(codes) > 1 or len(packings) > 1:
         kinds = "; ".join(sorted(map(str, found)))
-        return f"{len(found)} kinds of weights in config_groups where one is allowed: {kinds}"
-    return found.pop()
+        return (
+            f"{len(found)} kinds of weights in {field}, where one of 8 bits and one that is packed "
+            f"are allowed: {kinds}"
+        )
+    return Forms(next(iter(codes), None), next(iter(packings), None))
 
 
 def _packed(form: str, weights: Fields) -> Packing | str:
@@ -265,8 +288,16 @@ def _auto_round(fields: Fields) -> Packing | str:
     return _of_words(fields, form, **more)
 
 
-def _modelopt(fields: Fields) -> Quantization | Packing | str:
+def _modelopt(fields: Fields) -> Quantization | Packing | Forms | str:
     algorithm = fields.get("quant_algo")
+    if algorithm == "MIXED_PRECISION" and fields.get("quantized_layers"):
+        found: set[Quantization | Packing] = set()
+        for module, own in fields["quantized_layers"].items():
+            how = _modelopt(own)
+            if isinstance(how, str | Forms):
+                return f"quantized_layers: {module!r}: {own!r}"
+            found.add(how)
+        return _forms(found, "quantized_layers")
     if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         return Quantization(FP8)
     if algorithm == "FP8_PB_WO":
@@ -278,7 +309,7 @@ def _modelopt(fields: Fields) -> Quantization | Packing | str:
     return f"quant_algo {algorithm!r}"
 
 
-_READERS: dict[str, Callable[[Fields], Quantization | Packing | str]] = {
+_READERS: dict[str, Callable[[Fields], Quantization | Packing | Forms | str]] = {
     "fp8": _fp8,
     "fbgemm_fp8": lambda fields: Quantization(FP8),
     "compressed-tensors": _compressed,

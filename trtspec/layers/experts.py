@@ -22,6 +22,8 @@ MAX_ROWS, MAX_CHOICES, MAX_EXPERTS = 8, 16, 1024
 MAX_RESTING_BYTES = 104 << 10
 """What the kernels for few rows take (csrc/include/trtspec/expert_linear.cuh), and how much of rows
 they keep in shared memory."""
+MAX_RESTING_BYTES_OF_RECORDS = 87 << 10
+"""The same beside weights of INT4, whose scales take more."""
 MAX_FP8_ROWS, MAX_FP8_VALUES = 4, 2_000_000
 """Of FP8 weights: up to this many rows and values of a down_proj they are faster than Triton's."""
 MAX_FP4_ROWS, MAX_RECORD_ROWS = 2, 4
@@ -82,8 +84,9 @@ class Experts(nn.Module):
         (codes, scales), (down_codes, down_scales) = gate_up[:2], down[:2]
         self.gate_up_proj = nn.Parameter(codes, requires_grad=False)
         self.down_proj = nn.Parameter(down_codes, requires_grad=False)
-        if scales is not None and down_scales is not None:  # else they lie among the codes
+        if scales is not None:  # else they lie among the codes
             self.gate_up_scales = nn.Parameter(scales, requires_grad=False)
+        if down_scales is not None:
             self.down_scales = nn.Parameter(down_scales, requires_grad=False)
         if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight):
             self.gate_up_group, self.down_group = gate_up.group, down.group
@@ -154,7 +157,9 @@ class Experts(nn.Module):
         if not x.is_cuda:
             return None
         rows, size = x.shape
-        is_few = 0 < rows <= MAX_ROWS and rows * (2 * size + 64) <= MAX_RESTING_BYTES
+        has_records = self.kind is FourBitWeight
+        room = MAX_RESTING_BYTES_OF_RECORDS if has_records else MAX_RESTING_BYTES
+        is_few = 0 < rows <= MAX_ROWS and rows * (2 * size + 64) <= room
         is_small = ids.shape[1] <= MAX_CHOICES and self.num_experts <= MAX_EXPERTS
         is_readable = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
         serves = self._serves_floats if self.kind is None else self._serves_codes

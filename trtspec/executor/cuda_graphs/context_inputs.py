@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...layers.experts import Experts
 from ...layers.linear import Linear
 from ...models.decoder import Decoder
 from ...ops.launch.machine import (
@@ -25,6 +26,7 @@ from ...ops.launch.machine import (
     LAUNCH_SECONDS_PER_LAYER,
     LAUNCH_SECONDS_PER_LAYER_FP8,
 )
+from ...ops.layer.fp8 import Fp8Weight
 from ...state.kv_cache import KVCacheManager
 from ..inputs import ContextRows, StepInputs
 from ..pinned import PinnedBuffers
@@ -57,11 +59,7 @@ def seconds_of_row(target: Decoder) -> float:
     seconds = 0.0
     for i, layer in enumerate(target.layers):
         moe, codes = target.config.moe_of_layer(i), _fp8_weights(layer)
-        packed = {
-            id(module.records): weight.shape
-            for module in layer.modules()
-            if isinstance(module, Linear) and (weight := module.four_bits) is not None
-        }
+        packed = _shapes_of_packed(layer)
         for name, parameter in layer.named_parameters():
             if name.endswith("scales"):
                 continue
@@ -70,6 +68,19 @@ def seconds_of_row(target: Decoder) -> float:
             count = math.prod(packed.get(id(parameter), parameter.shape))
             seconds += 2 * count * share / flops
     return seconds
+
+
+def _shapes_of_packed(layer: nn.Module) -> dict[int, tuple[int, ...]]:
+    """Returns the shapes of a layer's weights of 4 bits, by the ids of their parameters."""
+    shapes: dict[int, tuple[int, ...]] = {}
+    for module in layer.modules():
+        if isinstance(module, Linear) and (weight := module.four_bits) is not None:
+            shapes[id(module.records)] = weight.shape
+        elif isinstance(module, Experts) and (held := module.held) is not None:
+            for parameter, stack in zip((module.gate_up_proj, module.down_proj), held, strict=True):
+                if not isinstance(stack, Fp8Weight):
+                    shapes[id(parameter)] = stack.shape
+    return shapes
 
 
 def _fp8_weights(layer: nn.Module) -> set[int]:

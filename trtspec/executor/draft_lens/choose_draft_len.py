@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ...utils import cache_dir
 from ..cuda_graphs.graphs import CudaGraphs
@@ -128,13 +129,19 @@ def _seconds(graphs: CudaGraphs, shape: StepShape, draft_len: int) -> StepSecond
     return StepSeconds.through(*times)
 
 
+def _kind_of_weight(parameter: Tensor) -> str:
+    """Returns its dtype; of packed bytes also how many lie together, which says their format."""
+    is_packed = parameter.dtype == torch.uint8
+    return f"{parameter.dtype} {parameter.shape[-1]}" if is_packed else str(parameter.dtype)
+
+
 def _path(runner: StepRunner) -> Path:
     """Returns the file of this device, model, drafter and mode."""
     device, step = runner.device, runner.step
     where = f"cpu, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
-    weights = sorted({str(parameter.dtype) for parameter in step.target.parameters()})
+    weights = sorted(set(map(_kind_of_weight, step.target.parameters())))
     keys = sorted({str(group.k_cache.dtype) for group in runner.kv_cache.groups})
     config = step.worker.config
     what = (
