@@ -234,7 +234,7 @@ def _drafts_change_no_text(path: Path, head: Path) -> LLM:
         for ours, theirs in zip(*texts, strict=True)
         for a, b in zip(ours, theirs, strict=True)
     )
-    assert same > 0.6 * 3 * 24
+    assert same > 0.4 * 3 * 24  # by chance it would be one of 97
     llm = steady.engine(path, drafting)
     steady.launch(llm.executor)
     steady.finish(llm.executor)

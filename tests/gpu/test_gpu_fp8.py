@@ -281,8 +281,12 @@ def test_an_mtp_layer_in_an_fp8_checkpoint(tmp_path: Path) -> None:
     make = partial(LLM, path, device="cuda", dtype="float32", max_seq_len=64, max_batch_size=3)
     expected = [output.outputs[0].token_ids for output in make().generate(prompts, asked)]
     llm = make(MTPDecodingConfig(max_draft_len=3))
-    named = llm.executor.draft_model.named_modules()
-    parts = {n.rpartition(".")[2] for n, m in named if getattr(m, "fp8", None) is not None}
+    modules = dict(llm.executor.draft_model.named_modules())
+    parts = {
+        name.rpartition(".")[2]
+        for name, module in modules.items()
+        if getattr(module, "fp8", None) is not None or getattr(module, "kind", None) is Fp8Weight
+    }
     assert parts == {"o_proj", "gate_up_proj", "down_proj", "experts"}
     outputs = llm.generate(prompts, asked)
     assert [output.outputs[0].token_ids for output in outputs] == expected
