@@ -19,7 +19,7 @@ from thread_ranks import ThreadRanks
 from tiny import tiny_model_dir
 from torch import Tensor
 
-from trtspec.checkpoints import place
+from trtspec.checkpoints import place, place_four_bits
 from trtspec.checkpoints.four_bit_parts import FourBitParts
 from trtspec.checkpoints.place import WeightForm
 from trtspec.checkpoints.weights import load_decoder
@@ -47,7 +47,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "_has_four_bits", lambda options: True)
+    monkeypatch.setattr(place, "has_four_bits", lambda dtype, device: True)
 
 
 def _load(path: Path, form: WeightForm, parallel: Parallel = ONE_RANK) -> Decoder:
@@ -164,7 +164,7 @@ def test_one_expert_at_a_time_is_put_together(
             alive.add(self)
             most.append(len(alive))
 
-    monkeypatch.setattr(place, "FourBitParts", Counted)
+    monkeypatch.setattr(place_four_bits, "FourBitParts", Counted)
     _load(path, KEPT)
     assert len(most) > 10 and max(most) <= 2
 

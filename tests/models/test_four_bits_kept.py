@@ -53,7 +53,7 @@ def _of_family(name: str, path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "_has_four_bits", lambda options: True)
+    monkeypatch.setattr(place, "has_four_bits", lambda dtype, device: True)
 
 
 def _load(path: Path, form: WeightForm, parallel: Parallel = ONE_RANK) -> Decoder:
@@ -112,7 +112,7 @@ def test_activations_stay_floats_without_kernels(
     tmp_path: Path, form: Form, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a row has one scale, or a rank's part of it: weights are FP8 with groups then."""
-    monkeypatch.setattr(place, "_has_four_bits", lambda options: False)
+    monkeypatch.setattr(place, "has_four_bits", lambda dtype, device: False)
     path = _of_family("llama", tmp_path)
     twin = load_file(path / "model.safetensors")
     tensors, config = four_bits(form, twin)

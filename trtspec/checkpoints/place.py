@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from operator import itemgetter
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import native
 from ..attention.base import AttentionBackend
 from ..distributed.parallel import Cut
 from ..errors import CheckpointError
@@ -27,15 +26,20 @@ from ..layers.linear import Linear
 from ..models.placement import Placement
 from ..ops.experts import fp4
 from ..ops.experts.fp4 import Fp4Weight
-from ..ops.layer import four_bits
 from ..ops.layer.four_bits import FourBitWeight
 from ..ops.layer.fp8 import FP8, Fp8Weight, dequantize, has_fp8, quantize
 from ..ops.layer.kv_codes import as_bytes
-from .four_bit_parts import FourBitParts, packed_group
-from .mxfp4 import Mxfp4Tensor
-from .packed_floats import Nvfp4Tensor
-from .packed_ints import Int4Tensor
-from .scaled import PackedTensor
+from .place_four_bits import (
+    STACKS,
+    Leaf,
+    Placing,
+    has_four_bits,
+    leaf_of,
+    place_mxfp4,
+    place_packed,
+    stay_mxfp4,
+    stay_packed,
+)
 from .tensors import TensorSource
 
 logger = logging.getLogger(__name__)
@@ -50,7 +54,6 @@ GATES = "gates_proj", "shared_expert_gate"
 WEIGHTS_AT_ONCE = 1 << 24
 """Weights that are quantised at once; what that takes beside the model is small."""
 
-_Leaf = tuple[str, str]
 _Into = Tensor | Fp8Weight | Fp4Weight | FourBitWeight
 
 
@@ -69,7 +72,6 @@ class WeightForm:
 
 
 FLOATS_ALONE = WeightForm()
-_STACKS = "gate_up_proj", "down_proj"  # of experts
 PRODUCTS_OF_HEADS = "o_proj", "gate_up_proj", "down_proj", "lm_head"
 """Of the others most read two inputs, for which there is no kernel of FP8, or make a block
 drafter's context keys and values, all layers' in one product. Those of MTP layers and assistants
@@ -111,18 +113,20 @@ def place_tensors(
     Raises:
         CheckpointError: a file is damaged, or a quantised weight is NaN.
     """
-    into: dict[_Leaf, _Into] = {}
+    into: dict[Leaf, _Into] = {}
     dtype, device, form = options.dtype, options.device, options.form
-    of_four_bits = _of_four_bits(placement_of, sources, form)
-    packed = _packed_products(model, placement_of, sources, options)
-    groups = _groups(model, placement_of, sources, form)
+    placing = Placing(model, placement_of, sources)
+    of_mxfp4 = stay_mxfp4(placing) if form.keeps_fp8 else set()
+    packed: dict[Leaf, int] = {}
+    if form.keeps_fp8 and not form.is_of_head:
+        packed = stay_packed(placing, lambda placement: _is_of_product(model, placement, form))
+        packed = packed if packed and has_four_bits(dtype, device) else {}
+    groups = _groups(placing, form)
     for placement in placement_of.values():
-        leaf = _leaf(placement)
-        if leaf not in into:
-            shape = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
-            if leaf in packed:  # what it is put together from takes more: it is made when needed
-                continue
-            if leaf[0] in of_four_bits and leaf[1] in _STACKS:
+        leaf = leaf_of(placement)
+        if leaf not in into and leaf not in packed:
+            shape = placing.shape_of(leaf)
+            if leaf[0] in of_mxfp4 and leaf[1] in STACKS:
                 into[leaf] = fp4.empty(shape, device)
             elif leaf in groups:
                 into[leaf] = _empty_fp8(shape, groups[leaf], device)
@@ -131,7 +135,7 @@ def place_tensors(
     for name, placement in placement_of.items():
         if placement.is_elsewhere:
             continue
-        leaf = _leaf(placement)
+        leaf = leaf_of(placement)
         if leaf in packed:
             continue
         to = into[leaf]
@@ -140,13 +144,13 @@ def place_tensors(
         if placement.cut is not None and placement.module.endswith("lm_head"):
             _zero_from(to, placement.shape[placement.dim])
         if isinstance(to, Fp4Weight):
-            _place_fp4(to, sources[name], placement)
+            place_mxfp4(to, sources[name], placement)
         elif leaf in groups or (form.quantizes and _is_of_product(model, placement, form)):
             _place_product(to, sources[name], placement, device)
         else:
             assert isinstance(to, Tensor)
             _place_floats(to, sources[name], placement)
-    _place_packed(into, packed, model, placement_of, sources, device)
+    into.update(place_packed(placing, packed, device))
     _hold(model, into)
 
 
@@ -169,10 +173,6 @@ def lm_head_for_drafts(lm_head: Any, form: WeightForm) -> Any:
     _quantize_into(to, weight.data, weight.device, "The model's lm_head")
     copy.hold_fp8(to)
     return copy
-
-
-def _leaf(placement: Placement) -> _Leaf:
-    return placement.module, placement.leaf
 
 
 def _each(into: _Into, take: Callable[[Tensor], Tensor]) -> _Into:
@@ -206,21 +206,16 @@ def _place_floats(to: Tensor, source: TensorSource, placement: Placement) -> Non
 
 
 # -- FP8 -------------------------------------------------------------------------------------------
-def _groups(
-    model: nn.Module,
-    placement_of: Mapping[str, Placement],
-    sources: Mapping[str, TensorSource],
-    form: WeightForm,
-) -> dict[_Leaf, int]:
+def _groups(placing: Placing, form: WeightForm) -> dict[Leaf, int]:
     """Returns the columns that share a scale, for each parameter that is FP8."""
     if not form.keeps_fp8:
         return {}
-    parts: dict[_Leaf, list[tuple[TensorSource, Placement]]] = defaultdict(list)
-    for name, placement in placement_of.items():
-        if _is_of_product(model, placement, form):
-            parts[_leaf(placement)].append((sources[name], placement))
+    parts: dict[Leaf, list[tuple[TensorSource, Placement]]] = defaultdict(list)
+    for name, placement in placing.placement_of.items():
+        if _is_of_product(placing.model, placement, form):
+            parts[leaf_of(placement)].append((placing.sources[name], placement))
     found = {
-        leaf: _group(of_leaf, isinstance(model.get_submodule(leaf[0]), Experts), form)
+        leaf: _group(of_leaf, isinstance(placing.model.get_submodule(leaf[0]), Experts), form)
         for leaf, of_leaf in parts.items()
     }
     floats = {module for (module, _), group in found.items() if group is None}
@@ -232,7 +227,7 @@ def _is_of_product(model: nn.Module, placement: Placement, form: WeightForm) -> 
     """Whether a tensor is of a product that the form is about."""
     name, module = placement.module, model.get_submodule(placement.module)
     if isinstance(module, Experts):
-        return name.startswith("layers.") and placement.leaf in _STACKS
+        return name.startswith("layers.") and placement.leaf in STACKS
     if not isinstance(module, Linear) or placement.leaf != "weight":
         return False
     if form.is_of_head:
@@ -322,146 +317,8 @@ def _copy(to: _Into, weight: Fp8Weight) -> None:
         to.copy_(dequantize(weight, to.dtype))
 
 
-# -- MXFP4 -----------------------------------------------------------------------------------------
-def _of_four_bits(
-    placement_of: Mapping[str, Placement], sources: Mapping[str, TensorSource], form: WeightForm
-) -> set[str]:
-    """Returns the names of the experts' modules both of whose stacks stay MXFP4."""
-    fits: dict[str, bool] = {}
-    are_stored: set[str] = set()  # modules with MXFP4 in the checkpoint
-    for name, placement in placement_of.items():
-        if placement.leaf in _STACKS and form.keeps_fp8:
-            scaled = sources[name].scaled
-            fit = isinstance(scaled, Mxfp4Tensor) and scaled.fits_fp4(placement.cut)
-            fits[placement.module] = fit and fits.get(placement.module, True)
-            are_stored.update([placement.module] if isinstance(scaled, Mxfp4Tensor) else [])
-    kept = {module for module, fit in fits.items() if fit}
-    if are_stored - kept:
-        logger.warning(
-            "%d of %d mixtures do not stay MXFP4: this rank's part of an expert's width is no "
-            "multiple of %d, or a scale is too large. They take 2 to 4 times the memory. Share "
-            "experts out in place of their width (moe_expert_parallel_size).",
-            len(are_stored - kept),
-            len(are_stored),
-            fp4.BLOCK,
-        )
-    return kept
-
-
-_EXPERTS_AT_ONCE = 4
-
-
-def _place_fp4(to: Fp4Weight, source: TensorSource, placement: Placement) -> None:
-    assert isinstance(source.scaled, Mxfp4Tensor)
-    experts = placement.experts or Cut(0, 0, len(to.codes), len(to.codes))
-    parts = [part.narrow(0, *experts[1:3]) for part in source.scaled.read_fp4(placement.cut)]
-    of_rows = replace(placement, experts=None)
-    # Put in order on the device, where that takes five times a few experts' memory.
-    for first in range(0, len(to.codes), _EXPERTS_AT_ONCE):
-        few = slice(first, first + _EXPERTS_AT_ONCE)
-        blocks, scales = (of_rows.arranged(part[few].to(to.codes.device)) for part in parts)
-        for part, tensor in zip(to, fp4.from_checkpoint(blocks, scales), strict=True):
-            part[few].copy_(tensor)
-
-
-# -- INT4 and NVFP4 --------------------------------------------------------------------------------
-def _packed_products(
-    model: nn.Module,
-    placement_of: Mapping[str, Placement],
-    sources: Mapping[str, TensorSource],
-    options: LoadOptions,
-) -> dict[_Leaf, int]:
-    """Returns the products whose weights stay INT4 or NVFP4, and the columns that share a scale."""
-    form = options.form
-    if not form.keeps_fp8 or form.is_of_head:
-        return {}
-    parts: dict[_Leaf, list[int | None]] = defaultdict(list)
-    for name, placement in placement_of.items():
-        if isinstance(sources[name].scaled, Int4Tensor | Nvfp4Tensor):
-            is_product = _is_of_product(model, placement, form)
-            group = packed_group(sources[name], placement) if is_product else None
-        else:
-            group = None
-        parts[_leaf(placement)].append(group)
-    found = {
-        leaf: groups[0]
-        for leaf, groups in parts.items()
-        if groups[0] is not None and len(set(groups)) == 1 and _is_whole(model, leaf)
-    }
-    mixtures = {
-        placement.module
-        for name, placement in placement_of.items()
-        if isinstance(sources[name].scaled, PackedTensor) and placement.leaf in _STACKS
-    }
-    others = {name for name in mixtures if any((name, leaf) not in found for leaf in _STACKS)}
-    found = {leaf: group for leaf, group in found.items() if leaf[0] not in others}
-    if found and not _has_four_bits(options):
-        return {}
-    if others:
-        logger.warning(
-            "The experts of %d of %d mixtures do not stay 4 bits: they become FP8 with scales of "
-            "groups, or floats. Kernels read INT4 and NVFP4 where all of a mixture is of one form, "
-            "scales of integers have 16 bits, and %d divides a rank's inputs and %d its outputs. "
-            "(moe_expert_parallel_size leaves experts whole.)",
-            len(others),
-            len(mixtures),
-            four_bits.STEP,
-            2 * four_bits.ROWS,
-        )
-    return found
-
-
-def _has_four_bits(options: LoadOptions) -> bool:
-    """Whether there are kernels for weights of 4 bits."""
-    if native.kernels(torch.empty(0, device=options.device)) is None:
-        return False
-    if options.dtype != torch.bfloat16:
-        logger.warning(
-            "The checkpoint's 4-bit weights stay so with dtype='bfloat16' alone. In %s INT4 takes "
-            "twice the memory, NVFP4 four times, and steps take longer.",
-            options.dtype,
-        )
-    return options.dtype == torch.bfloat16
-
-
-def _is_whole(model: nn.Module, leaf: _Leaf) -> bool:
-    """Whether records divide a weight."""
-    out, columns = getattr(model.get_submodule(leaf[0]), leaf[1]).shape[-2:]
-    return out % (2 * four_bits.ROWS) == 0 and columns % four_bits.STEP == 0
-
-
-def _place_packed(
-    into: dict[_Leaf, _Into],
-    packed: Mapping[_Leaf, int],
-    model: nn.Module,
-    placement_of: Mapping[str, Placement],
-    sources: Mapping[str, TensorSource],
-    device: torch.device,
-) -> None:
-    """Puts together what stays 4 bits, one matrix after the other: each takes more for a while."""
-    parts_of: dict[tuple[_Leaf, int | None], list[str]] = defaultdict(list)
-    for name, placement in placement_of.items():
-        if _leaf(placement) in packed and not placement.is_elsewhere:
-            parts_of[_leaf(placement), placement.expert].append(name)
-    for (leaf, expert), names in parts_of.items():
-        shape = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
-        parts = FourBitParts(shape[-2:], packed[leaf], device)
-        for name in names:
-            parts.place(sources[name], placement_of[name])
-        weight = parts.packed()
-        if expert is None:
-            into[leaf] = weight
-            continue
-        if leaf not in into:
-            into[leaf] = four_bits.empty(shape, packed[leaf], device)
-        stack = into[leaf]
-        assert isinstance(stack, FourBitWeight)
-        for to, part in zip(stack.at(expert), weight, strict=True):
-            if to is not None and part is not None:
-                to.copy_(part)
-
-
-def _hold(model: nn.Module, into: Mapping[_Leaf, _Into]) -> None:
+# -- the model's parameters ---------------------------------------------------------------------
+def _hold(model: nn.Module, into: Mapping[Leaf, _Into]) -> None:
     """Makes the model's parameters of what was filled."""
     for (name, leaf), tensors in into.items():
         module = model.get_submodule(name)
