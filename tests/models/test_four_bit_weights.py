@@ -83,6 +83,21 @@ def test_weights_and_text(tmp_path: Path, form: Form) -> None:
     assert load_config(path).has_four_bits is stays
 
 
+@pytest.mark.parametrize("method", ["gptq", "auto-round"])
+def test_modules_with_bits_and_groups_of_their_own(tmp_path: Path, method: str) -> None:
+    path = tiny_model_dir(tmp_path, **SIZES)
+    twin = load_file(path / "model.safetensors")
+    attention = {name: twin.pop(name) for name in list(twin) if "self_attn" in name}
+    wide, _ = four_bits(Form(method, 8, 64, symmetric=False), attention)
+    tensors, config = four_bits(Form(method), twin)
+    own = {"bits": 8, "group_size": 64, "sym": False}
+    if method == "gptq":
+        config["dynamic"] = {r"+:.*self_attn.*": own, r"-:lm_head": {}}
+    else:
+        config["extra_config"] |= {"model.layers.0.self_attn.q_proj": own}
+    _check(path, twin | attention, tensors | wide, config)
+
+
 @pytest.mark.parametrize("form", [Form(PACKED), Form(NVFP4), Form("modelopt")], ids=str)
 def test_beside_fp8(tmp_path: Path, form: Form) -> None:
     """Attention in FP8, MLPs in 4 bits: tensors say which."""
@@ -307,11 +322,16 @@ def test_a_weight_twice_is_refused(path: Path, floats: Tensors, method: str) -> 
         ("gptq", {"group_size": 0}, r"group_size\W+0\b"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format.*marlin"),
         ("awq", {"checkpoint_format": "gemv"}, "checkpoint_format.*gemv"),
-        ("gptq", {"dynamic": {"-:.*a": {}, "+:.*b": {"bits": 8}}}, r"dynamic.*\+:\.\*b"),
+        ("gptq", {"dynamic": {"-:.*a": {}, "+:.*b": {"bits": 3}}}, r"dynamic.*\+:\.\*b"),
         ("auto-round", {"packing_format": "auto_round"}, "packing_format.*auto_round"),
         ("auto-round", {"data_type": "mx_fp"}, "data_type.*mx_fp"),
         ("auto-round", {"act_bits": 8}, "act_bits': 8"),
-        ("auto-round", {"extra_config": {"x.q_proj": {"bits": 8}}}, "x.q_proj.*bits.*8"),
+        ("auto-round", {"extra_config": {"x.q_proj": {"bits": 2}}}, "x.q_proj.*bits.*2"),
+        (
+            "auto-round",
+            {"packing_format": "auto_round:auto_awq", "extra_config": {"x.q_proj": {"bits": 8}}},
+            "extra_config.*x.q_proj",
+        ),
         ("auto-round", {"bits": 2}, r"bits\W+2\b"),
         ("modelopt", {"group_size": 32}, "group_size': 32"),
         ("modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo.*W4A8_AWQ"),

@@ -209,7 +209,9 @@ def unpacked(
 
     def weight_of(name: str, numbers: TensorSource, parts: Parts) -> TensorSource:
         zeros, groups, said = map(parts.get, (called.zeros, called.groups, str(called.shape)))
-        return _weight(name, _checked(how, numbers, parts[called.scales], zeros, groups, said))
+        scales = parts[called.scales]
+        own = _own(how, numbers, scales, zeros) if how.may_differ else how
+        return _weight(name, _checked(own, numbers, scales, zeros, groups, said))
 
     return joined(sources, called.of(how), where, weight_of)
 
@@ -278,6 +280,19 @@ def _checked(
     if groups is not None:
         _expect(groups, (columns,), numbers)
     return PackedInts(how, (out, columns), group, numbers, scales, zeros, groups)
+
+
+def _own(
+    how: Packing, numbers: TensorSource, scales: TensorSource, zeros: TensorSource | None
+) -> Packing:
+    """Returns the bits and the group of one weight of GPTQ's form, as its shapes say; `how` if they
+    do not fit."""
+    if zeros is None or any(len(part.shape) != 2 for part in (numbers, scales, zeros)):
+        return how
+    (count, out), words = scales.shape, zeros.shape[1]
+    bits = next((bits for bits in (4, 8) if words * 32 == out * bits), how.bits)
+    columns = numbers.shape[0] * (32 // bits)
+    return replace(how, bits=bits, group=columns // count if columns % count == 0 else how.group)
 
 
 def _expect(tensor: TensorSource, shape: tuple[int, ...], of: TensorSource) -> None:

@@ -55,6 +55,7 @@ class Packing:
     has_zeros: bool = False
     adds_to_zeros: int = 0
     has_groups: bool = False  # a tensor says which columns share one
+    may_differ: bool = False  # modules have bits and groups of their own: their shapes say it
 
 
 @dataclass(frozen=True)
@@ -255,11 +256,22 @@ def _gptq(fields: Fields) -> Packing | str:
     form = fields.get("checkpoint_format", "gptq")
     if form not in ("gptq", "gptq_v2") or fields.get("is_marlin_format"):
         return f"'checkpoint_format': {form!r}"
-    others = [name for name in fields.get("dynamic") or {} if not name.startswith("-:")]
-    if others:  # modules with bits or groups of their own
-        return f"'dynamic': {others[0]!r}"
-    has_groups = bool(fields.get("desc_act"))
-    return _of_words(fields, "gptq", adds_to_zeros=int(form == "gptq"), has_groups=has_groups)
+    dynamic = fields.get("dynamic") or {}
+    others = {name: own for name, own in dynamic.items() if not name.startswith("-:")}
+    if odd := _odd(others, "dynamic"):
+        return odd
+    more = {"has_groups": bool(fields.get("desc_act")), "may_differ": bool(others)}
+    return _of_words(fields, "gptq", adds_to_zeros=int(form == "gptq"), **more)
+
+
+def _odd(modules: Fields, field: str) -> str:
+    """Names what of modules' own fields is not read, "" if all is."""
+    allowed = {"bits": (4, 8), "data_type": ("int",), "act_bits": (16, 32), "desc_act": (False,)}
+    for module, own in modules.items():
+        for name, values in allowed.items():
+            if own.get(name, values[0]) not in values:
+                return f"{field!r}: {module!r} has {name!r}: {own[name]!r}"
+    return ""
 
 
 _OF_AUTO_ROUND = {
@@ -278,14 +290,13 @@ def _auto_round(fields: Fields) -> Packing | str:
     for name, values in allowed.items():
         if fields.get(name, values[0]) not in values:
             return f"{name!r}: {fields[name]!r}"
-    for module, own in (fields.get("extra_config") or {}).items():
-        if own.get("bits", 4) >= 16:  # floats: their tensors say so
-            continue
-        for name in ("bits", "group_size", "data_type", "sym"):
-            if own.get(name, fields.get(name)) != fields.get(name):
-                return f"'extra_config': {module!r} has {name!r}: {own[name]!r}"
-    more = {"adds_to_zeros": 1} if form == "gptq" else {}
-    return _of_words(fields, form, **more)
+    modules = fields.get("extra_config") or {}  # of 16 bits are floats, as their tensors say
+    others = {module: own for module, own in modules.items() if own.get("bits", 4) < 16}
+    if odd := _odd(others, "extra_config"):
+        return odd
+    if form == "awq":
+        return f"'extra_config': {next(iter(others))!r}" if others else _of_words(fields, form)
+    return _of_words(fields, form, adds_to_zeros=1, may_differ=bool(others))
 
 
 def _modelopt(fields: Fields) -> Quantization | Packing | Forms | str:
