@@ -18,7 +18,7 @@ from unrolled import CPU, F32, VOCAB, load_target
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.checkpoints.place import weight_form
-from trtspec.checkpoints.quantization import quantization_of
+from trtspec.checkpoints.quantization import Forms, quantization_of
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import ConfigError
 from trtspec.models.decoder import Decoder
@@ -146,4 +146,4 @@ def test_mtp_layers_for_a_quantised_target_are_floats(tmp_path: Path) -> None:
         torch.bfloat16
     }
     raw = json.loads((tmp_path / "head" / "config.json").read_text())
-    assert quantization_of(raw, tmp_path / "head" / "config.json") is None
+    assert quantization_of(raw, tmp_path / "head" / "config.json") == Forms()

@@ -1,13 +1,14 @@
-// The forms of experts' weights of 4 bits: where a lane finds its part of a step of 128 columns, and what it does
-// with it. Of a group of eight rows it has 16 bytes of codes: 32 columns of a row. Two groups are the upper and the
-// lower half of a tile of the tensor cores. `expert_tiles.cuh` makes two tiles at once, `expert_linear.cuh` one.
+// The forms of experts' weights of 4 bits: where a lane finds its part of a step of 128 columns, and what it
+// does with it. Of a group of eight rows it has 16 bytes of codes: 32 columns of a row. Two groups are the upper
+// and the lower half of a tile of the tensor cores. `expert_tiles.cuh` makes two tiles at once,
+// `expert_linear.cuh` one. A form's kEights says how many eights of rows of x there may be beside two tiles.
 #pragma once
 
 #include "four_bit_linear.cuh"
 
 namespace trtspec {
 
-constexpr int kCodeGroups = 4, kMaxEights = 3;  // eights of rows of x, at most
+constexpr int kCodeGroups = 4;  // of two tiles
 
 __device__ inline uint4 load_shared(int address) {
   uint4 v;
@@ -30,8 +31,8 @@ struct CodePiece {
   Scales scales[kCodeGroups];  // of its row
 };
 
-// MXFP4: [experts, n / 8, k / 64, 8, 32] codes as `fp4.cuh` has them, and [experts, n / 8, ceil(k / 128), 8, 4]
-// e8m0 codes. (Behind k there are zeros of x, which any codes do for.)
+// MXFP4: [experts, n / 8, k / 64, 8, 32] codes as `fp4.cuh` has them, and
+// [experts, n / 8, ceil(k / 128), 8, 4] e8m0 codes. (Behind k there are zeros of x, which any codes do for.)
 struct PowerCodes {
   static constexpr int kBits = 4, kEights = 3, kStepCodes = kGroupCodes, kStepScales = kGroupScales;
   static constexpr bool kHasRowScales = false;
@@ -39,7 +40,8 @@ struct PowerCodes {
   using Piece = CodePiece<Scales>;
   const int low, high;  // which of four powers are this lane's
 
-  __device__ explicit PowerCodes(int t) : low(kept(fp4_selector(t / 2 * 2))), high(kept(fp4_selector(t / 2 * 2 + 1))) {}
+  __device__ explicit PowerCodes(int t)
+      : low(kept(fp4_selector(t / 2 * 2))), high(kept(fp4_selector(t / 2 * 2 + 1))) {}
 
   // Bytes of a row, and where a lane's part of the first step is.
   static __device__ int64_t code_row(int k) { return k / 2; }
@@ -132,9 +134,13 @@ struct RecordCodes {
   using Piece = CodePiece<Scales>;
   const int first, second;  // of NVFP4: which of four scales are this lane's
 
-  __device__ explicit RecordCodes(int t) : first(kept(fp4_selector(t / 2))), second(kept(fp4_selector(t / 2 + 2))) {}
+  __device__ explicit RecordCodes(int t)
+      : first(kept(fp4_selector(t / 2))), second(kept(fp4_selector(t / 2 + 2))) {}
 
-  static __device__ int64_t code_row(int k) { return static_cast<int64_t>(k) / kFourBitStep * kFourBitRecord<F> / 8; }
+  // As of `PowerCodes`. Scales lie behind the codes, so what rows have of both is as far apart.
+  static __device__ int64_t code_row(int k) {
+    return static_cast<int64_t>(k) / kFourBitStep * kFourBitRecord<F> / 8;
+  }
   static __device__ int64_t scale_row(int k) { return code_row(k); }
   static __device__ int code_place(int g, int t) { return g * 64 + t * 16; }
   static __device__ int scale_place(int g) { return kFourBitCodes + g * kFourBitScales<F>; }
@@ -219,8 +225,9 @@ struct RecordCodes {
     }
   }
 
-  static __device__ void multiply_tile(float (&acc)[4], const uint4& lo, const uint4& hi, const Scales& lo_scales,
-                                       const Scales& hi_scales, const uint4 (&v)[4], int t) {
+  static __device__ void multiply_tile(float (&acc)[4], const uint4& lo, const uint4& hi,
+                                       const Scales& lo_scales, const Scales& hi_scales,
+                                       const uint4 (&v)[4], int t) {
     uint32_t sixteen = 0x41804180u;
     asm("" : "+r"(sixteen));
     float part[4] = {}, ones[4] = {};

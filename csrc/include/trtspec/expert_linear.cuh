@@ -209,8 +209,10 @@ __global__ void __launch_bounds__(kWarps * 32)
     if constexpr (kBits == 4) {
       const int64_t lo = row + n_lo - g, hi = row + n_hi - g;  // groups' first rows
       const int64_t code_row = Codes::code_row(p.k), scale_row = Codes::scale_row(p.k);
-      w_lo = weight + lo * code_row + Codes::code_place(g, t), s_lo = scales + lo * scale_row + Codes::scale_place(g);
-      w_hi = weight + hi * code_row + Codes::code_place(g, t), s_hi = scales + hi * scale_row + Codes::scale_place(g);
+      w_lo = weight + lo * code_row + Codes::code_place(g, t);
+      s_lo = scales + lo * scale_row + Codes::scale_place(g);
+      w_hi = weight + hi * code_row + Codes::code_place(g, t);
+      s_hi = scales + hi * scale_row + Codes::scale_place(g);
     } else {
       const int64_t bytes = static_cast<int64_t>(p.k) * kBits / 8;
       w_lo = weight + (row + n_lo) * bytes + t * 16, w_hi = weight + (row + n_hi) * bytes + t * 16;
@@ -385,7 +387,10 @@ __global__ void __launch_bounds__(kWarps * 32)
     }
     if constexpr (!kDown) finish(turn);
   }
-  if constexpr (kDown && Codes::kHasRowScales) acc[0] = total[0], acc[1] = total[1], acc[2] = total[2], acc[3] = total[3];
+  if constexpr (kDown && Codes::kHasRowScales) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[i] = total[i];
+  }
   if constexpr (kDown) finish(0);
 }
 

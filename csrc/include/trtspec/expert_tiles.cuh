@@ -1,5 +1,6 @@
-// One product of a mixture of experts whose weights have 4 bits, of rows sorted by expert. Weights are the 16-row
-// operand of the tensor cores and become bf16 in registers; rows of x are columns, and rest in shared memory.
+// One product of a mixture of experts whose weights have 4 bits, of rows sorted by expert. Weights are the
+// 16-row operand of the tensor cores and become bf16 in registers; rows of x are columns, and rest in shared
+// memory.
 // `expert_codes.cuh` has the forms of weights.
 //
 // An expert's rows are cut into tiles of up to 24, and a tile's outputs into items of 32: four groups. There

@@ -70,7 +70,7 @@ def empty(shape: Sequence[int], group: int, device: torch.device) -> FourBitWeig
     records = count, out // ROWS, columns // STEP, CODES + ROWS * scale_bytes
     return FourBitWeight(
         torch.empty(records, dtype=torch.uint8, device=device),
-        torch.empty(count, out, device=device) if is_floats else None,
+        torch.empty(count, out, dtype=torch.float32, device=device) if is_floats else None,
     )
 
 
