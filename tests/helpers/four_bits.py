@@ -215,12 +215,9 @@ def config_of(form: Form, left: list[str]) -> dict[str, Any]:
     if form.method == "auto-round":
         floats = {name: {"bits": 16, "data_type": "float"} for name in left}
         said = {"sym": form.symmetric, "data_type": "int", "extra_config": floats}
-        return {
-            **size,
-            **said,
-            "packing_format": "auto_round:auto_gptq",
-            "autoround_version": "0.9",
-        }
+        packing = "auto_gptq" if form.version == "gptq" else "gptqmodel"
+        said |= {"packing_format": f"auto_round:{packing}", "autoround_version": "0.9"}
+        return {**size, **said}
     if form.method == "modelopt":
         weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
         groups = {"group_0": {"input_activations": weights, "weights": weights}}

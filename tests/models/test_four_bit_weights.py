@@ -45,6 +45,7 @@ FORMS = [
         ]
     ),
     Form("auto-round"), Form("auto-round", group=128, symmetric=False), Form("auto-round", 8, 64),
+    Form("auto-round", symmetric=False, version="gptq_v2"),
 ]  # fmt: skip
 OF_EXPERTS = [
     Form(PACKED, dtype=BF16), Form(NVFP4), Form(MXFP4), Form("modelopt"),
@@ -92,10 +93,20 @@ def test_modules_with_bits_and_groups_of_their_own(tmp_path: Path, method: str) 
     tensors, config = four_bits(Form(method), twin)
     own = {"bits": 8, "group_size": 64, "sym": False}
     if method == "gptq":
-        config["dynamic"] = {r"+:.*self_attn.*": own, r"-:lm_head": {}}
+        config["dynamic"] = {r"+:.*self_attn.*": {**own, "desc_act": True}, r"-:lm_head": {}}
     else:
-        config["extra_config"] |= {"model.layers.0.self_attn.q_proj": own}
+        config["extra_config"] |= {"model.layers.0.self_attn.q_proj": {**own, "act_bits": None}}
     _check(path, twin | attention, tensors | wide, config)
+
+
+def test_a_last_group_that_is_narrower(tmp_path: Path) -> None:
+    """Where modules may differ shapes say what groups there are: 192 columns are 128 and 64."""
+    path = tiny_model_dir(tmp_path, **{**SIZES, "hidden_size": 192, "intermediate_size": 192})
+    twin = load_file(path / "model.safetensors")
+    tensors, config = four_bits(Form("auto-round", group=128), twin, random=True)
+    config["extra_config"]["model.layers.9.mlp.up_proj"] = {"bits": 8}
+    write(path, tensors, config)
+    _check_weights(path, twin)
 
 
 @pytest.mark.parametrize("form", [Form(PACKED), Form(NVFP4), Form("modelopt")], ids=str)
@@ -131,7 +142,11 @@ def test_auto_round_in_the_order_of_awq(tmp_path: Path) -> None:
     twin = load_file(path / "model.safetensors")
     tensors, config = four_bits(Form("awq", symmetric=False), twin)
     said = {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}
-    _check(path, twin, tensors, {"bits": 4, "group_size": config["group_size"], **said})
+    said |= {"bits": 4, "group_size": config["group_size"]}
+    same = {"x.q_proj": {"bits": 4, "group_size": config["group_size"]}}
+    _check(path, twin, tensors, {**said, "extra_config": same})
+    write(path, tensors, {**config, "zero_point": False, "autoround_version": "0.9"})
+    _check_weights(path, twin)
 
 
 @pytest.mark.parametrize("form", OF_EXPERTS, ids=str)
@@ -268,6 +283,7 @@ def _with_nan(t: Tensor) -> Tensor:
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "longer": _longer,
     "narrower": lambda t: t[:, :-1],
+    "empty": lambda t: t[:0],
     "another dtype": lambda t: t.float().long() if t.is_floating_point() else t.float(),
     "NaN": _with_nan,
     "all 0": torch.zeros_like,
@@ -276,7 +292,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "1 less": lambda t: t - 1,
 }
 OF_ALL = "missing", "longer", "another dtype"
-OF_MATRICES = *OF_ALL, "narrower"
+OF_MATRICES = *OF_ALL, "narrower", "empty"
 
 
 @pytest.mark.parametrize(
@@ -301,6 +317,8 @@ def test_tensors_that_do_not_fit(
     tensors, config = four_bits(BY_METHOD[method], dict(floats))
     tensor = tensors.pop(f"{MODULE}.{part}")
     for change in changes:
+        if change == "empty" and method in ("gptq", "auto-round"):  # where shapes may say bits
+            config = {**config, "dynamic": {"+:.*q_proj": {"bits": 8}}}
         changed = {} if change == "missing" else {f"{MODULE}.{part}": CHANGES[change](tensor)}
         _refused(path, {**tensors, **changed}, config, re.escape(MODULE), change)
 
@@ -323,7 +341,8 @@ def test_a_weight_twice_is_refused(path: Path, floats: Tensors, method: str) -> 
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format.*marlin"),
         ("awq", {"checkpoint_format": "gemv"}, "checkpoint_format.*gemv"),
         ("gptq", {"dynamic": {"-:.*a": {}, "+:.*b": {"bits": 3}}}, r"dynamic.*\+:\.\*b"),
-        ("auto-round", {"packing_format": "auto_round"}, "packing_format.*auto_round"),
+        ("auto-round", {"packing_format": "auto_round:mlx"}, "packing_format.*auto_round:mlx"),
+        ("auto-round", {"packing_format": None}, "packing_format.*None"),
         ("auto-round", {"data_type": "mx_fp"}, "data_type.*mx_fp"),
         ("auto-round", {"act_bits": 8}, "act_bits': 8"),
         ("auto-round", {"extra_config": {"x.q_proj": {"bits": 2}}}, "x.q_proj.*bits.*2"),

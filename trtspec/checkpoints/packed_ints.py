@@ -256,6 +256,8 @@ def _checked(
         dims = 1 if tensor is groups else 2
         if tensor is not None and (tensor.dtype not in kinds or len(tensor.shape) != dims):
             raise unfit(tensor, f"must be {dims}-dimensional, of {' or '.join(kinds)}")
+        if tensor is not None and 0 in tensor.shape:
+            raise unfit(tensor, "must hold numbers")
     if is_rows:
         out, columns = numbers.shape[0], numbers.shape[1] * factor
     elif how.form == "gptq":
@@ -264,7 +266,7 @@ def _checked(
         columns, out = numbers.shape[0], numbers.shape[1] * factor
     if said is not None:
         shape = said.read().tolist()
-        if len(shape) != 2 or shape[0] != out or -(-shape[1] // factor) * factor != columns:
+        if said.shape != (2,) or shape[0] != out or -(-shape[1] // factor) * factor != columns:
             raise CheckpointError(
                 f"{said.name} in {said.path} is {shape}, but {numbers.name} of "
                 f"{list(numbers.shape)} holds [{out}, {columns}] numbers of {how.bits} bits. Copy "
@@ -285,14 +287,17 @@ def _checked(
 def _own(
     how: Packing, numbers: TensorSource, scales: TensorSource, zeros: TensorSource | None
 ) -> Packing:
-    """Returns the bits and the group of one weight of GPTQ's form, as its shapes say; `how` if they
-    do not fit."""
+    """Returns the bits and the group of one weight of GPTQ's form, as its shapes say; `how` where
+    they do not fit, or fit it."""
     if zeros is None or any(len(part.shape) != 2 for part in (numbers, scales, zeros)):
         return how
     (count, out), words = scales.shape, zeros.shape[1]
     bits = next((bits for bits in (4, 8) if words * 32 == out * bits), how.bits)
     columns = numbers.shape[0] * (32 // bits)
-    return replace(how, bits=bits, group=columns // count if columns % count == 0 else how.group)
+    usual = columns if how.group < 1 else how.group
+    is_usual = not usual or -(-columns // usual) == count
+    own = how.group if is_usual or not count or columns % count else columns // count
+    return replace(how, bits=bits, group=own)
 
 
 def _expect(tensor: TensorSource, shape: tuple[int, ...], of: TensorSource) -> None:

@@ -247,7 +247,7 @@ def _awq(fields: Fields) -> Packing | str:
     for field in ("version", "checkpoint_format"):
         if str(fields.get(field, "gemm")).lower() != "gemm":
             return f"{field!r}: {fields[field]!r}"
-    if not fields.get("zero_point", True):
+    if not fields.get("zero_point", True) and "autoround_version" not in fields:  # which has zeros
         return f"'zero_point': {fields['zero_point']!r}"
     return _of_words(fields, "awq")
 
@@ -266,7 +266,7 @@ def _gptq(fields: Fields) -> Packing | str:
 
 def _odd(modules: Fields, field: str) -> str:
     """Names what of modules' own fields is not read, "" if all is."""
-    allowed = {"bits": (4, 8), "data_type": ("int",), "act_bits": (16, 32), "desc_act": (False,)}
+    allowed = {"bits": (4, 8), "data_type": ("int",), "act_bits": (16, 32, None)}
     for module, own in modules.items():
         for name, values in allowed.items():
             if own.get(name, values[0]) not in values:
@@ -275,14 +275,15 @@ def _odd(modules: Fields, field: str) -> str:
 
 
 _OF_AUTO_ROUND = {
-    **dict.fromkeys(("auto_gptq", "gptq", "gptqmodel"), "gptq"),
+    **dict.fromkeys(("auto_gptq", "gptq"), "gptq"),
+    **dict.fromkeys(("auto_round", "gptqmodel"), "gptq_v2"),
     **dict.fromkeys(("auto_awq", "awq"), "awq"),
 }
 """What AutoRound packs its integers like, by `packing_format` without its first part."""
 
 
 def _auto_round(fields: Fields) -> Packing | str:
-    packing = str(fields.get("packing_format", "auto_round:auto_gptq"))
+    packing = str(fields.get("packing_format"))
     form = _OF_AUTO_ROUND.get(packing.removeprefix("auto_round:"))
     if form is None:
         return f"'packing_format': {packing!r}"
@@ -294,9 +295,14 @@ def _auto_round(fields: Fields) -> Packing | str:
     others = {module: own for module, own in modules.items() if own.get("bits", 4) < 16}
     if odd := _odd(others, "extra_config"):
         return odd
-    if form == "awq":
-        return f"'extra_config': {next(iter(others))!r}" if others else _of_words(fields, form)
-    return _of_words(fields, form, adds_to_zeros=1, may_differ=bool(others))
+    if form != "awq":
+        more = {"adds_to_zeros": int(form == "gptq"), "may_differ": bool(others)}
+        return _of_words(fields, "gptq", **more)
+    for module, own in others.items():
+        for name in ("bits", "group_size"):
+            if own.get(name, fields.get(name)) != fields.get(name):
+                return f"'extra_config': {module!r} has {name!r}: {own[name]!r}, packed as AWQ does"
+    return _of_words(fields, form)
 
 
 def _modelopt(fields: Fields) -> Quantization | Packing | Forms | str:

@@ -153,7 +153,8 @@ class DecoderConfig:
     """Latent attention; then `head_dim` is what is rotated of a head, and `num_kv_heads` is 1."""
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # the checkpoint's
-    has_four_bits: bool = False  # it says that products of layers are INT4 or NVFP4
+    has_four_bits: bool = field(default=False, repr=False, compare=False)
+    """The checkpoint says that products of layers are INT4 or NVFP4."""
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The HF config as a dict: what a later feature needs without a new field here."""
     parallel: Parallel = field(default=ONE_RANK, repr=False, compare=False)
