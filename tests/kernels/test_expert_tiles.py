@@ -1,4 +1,4 @@
-"""What the kernel of MXFP4 experts is asked to do; its results are compared on a GPU."""
+"""What the kernel of experts of 4 bits is asked to do; its results are compared on a GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trtspec.ops.experts import fp4, tiles
+from trtspec.ops.layer import four_bits
 
 DEVICE = torch.device("meta")
 
@@ -57,3 +58,30 @@ def test_what_it_serves(
     monkeypatch.setattr(tiles.native, "kernels", lambda x: None)
     with torch.no_grad():
         assert not tiles.serve(_x(**x), _weights(**weights), average)
+
+
+@pytest.mark.parametrize("group", [four_bits.NVFP4_GROUP, 32, 128])
+@pytest.mark.parametrize(
+    ("is_served", "sizes", "average"),
+    [
+        (True, (512, 512), 23.9),
+        (False, (512, 512), 24.0),
+        (False, (512, 384), 3.0),
+        (True, (7168, 2048), 0.1),
+        (False, (512, 14336), 3.0),
+    ],
+)
+def test_which_records_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+    group: int,
+    is_served: bool,
+    sizes: tuple[int, int],
+    average: float,
+) -> None:
+    monkeypatch.setattr(tiles.native, "kernels", lambda x: object())
+    size, inner = sizes
+    shapes = (8, 2 * inner, size), (8, size, inner)
+    weights: Any = tuple(four_bits.empty(shape, group, DEVICE) for shape in shapes)
+    assert [weight.shape for weight in weights] == list(shapes)
+    x = _x(strides=(size, 1))
+    assert tiles.serve(x, weights, average) is is_served

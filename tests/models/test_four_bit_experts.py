@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from four_bits import Form, four_bits
-from loading import ON_CPU
+from kept_four_bits import KEPT, has_kernels, load, logits_of
 from quantized import write
 from safetensors.torch import load_file
-from test_four_bits_kept import KEPT, logits_of
 from thread_ranks import ThreadRanks
 from tiny import tiny_model_dir
 from torch import Tensor
 
-from trtspec.checkpoints import place, place_four_bits
+from trtspec.checkpoints import place_four_bits
 from trtspec.checkpoints.four_bit_parts import FourBitParts
 from trtspec.checkpoints.place import WeightForm
-from trtspec.checkpoints.weights import load_decoder
 from trtspec.distributed.comm import Communicator
-from trtspec.distributed.parallel import ONE_RANK, Parallel
+from trtspec.distributed.parallel import Parallel
 from trtspec.executor.cuda_graphs.context_inputs import seconds_of_row
 from trtspec.layers.experts import Experts
 from trtspec.models.decoder import Decoder
@@ -47,11 +44,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "has_four_bits", lambda dtype, device: True)
-
-
-def _load(path: Path, form: WeightForm, parallel: Parallel = ONE_RANK) -> Decoder:
-    return load_decoder(path, replace(ON_CPU, form=form, pack=False), parallel)
+    has_kernels(monkeypatch, True)
 
 
 def _mixtures(model: Decoder) -> list[Experts]:
@@ -65,7 +58,7 @@ def _checkpoint(name: str, path: Path, form: Form, **sizes: Any) -> tuple[Path, 
     is_random = form.method != "mxfp4-pack-quantized"  # whose scales would be up to 2^125
     tensors, config = four_bits(form, twin, lambda name: ".experts." in name, random=is_random)
     write(path, twin, None)
-    expected = logits_of(_load(path, WeightForm()))
+    expected = logits_of(load(path, WeightForm()))
     write(path, tensors, config)
     return path, expected
 
@@ -74,7 +67,7 @@ def _checkpoint(name: str, path: Path, form: Form, **sizes: Any) -> tuple[Path, 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_logits_are_those_of_floats(tmp_path: Path, name: str, form: Form) -> None:
     path, expected = _checkpoint(name, tmp_path, form)
-    model = _load(path, KEPT)
+    model = load(path, KEPT)
     assert {mixture.kind for mixture in _mixtures(model)} == {FourBitWeight}
     torch.testing.assert_close(logits_of(model), expected, atol=1e-4, rtol=1e-4)
 
@@ -88,7 +81,7 @@ def test_over_ranks(
     path, expected = _checkpoint("qwen3_moe", tmp_path, form, moe_intermediate_size=128)
 
     def of_rank(comm: Communicator) -> tuple[Tensor, set[bool]]:
-        model = _load(path, KEPT, Parallel(comm, experts))
+        model = load(path, KEPT, Parallel(comm, experts))
         kept = {mixture.kind is FourBitWeight for mixture in _mixtures(model)}
         return logits_of(model), kept
 
@@ -104,7 +97,7 @@ def test_wide_experts_are_cut(tmp_path: Path) -> None:
     path, expected = _checkpoint("qwen3_moe", tmp_path, FORMS[1], moe_intermediate_size=1024)
 
     def of_rank(comm: Communicator) -> Tensor:
-        model = _load(path, KEPT, Parallel(comm))
+        model = load(path, KEPT, Parallel(comm))
         assert all(mixture.kind is FourBitWeight for mixture in _mixtures(model))
         return logits_of(model)
 
@@ -118,10 +111,10 @@ def test_both_products_stay_or_none(tmp_path: Path, caplog: pytest.LogCaptureFix
     twin = load_file(path / "model.safetensors")
     tensors, config = four_bits(FORMS[1], twin, lambda n: ".experts." in n and "down" in n)
     write(path, twin, None)
-    expected = logits_of(_load(path, WeightForm()))
+    expected = logits_of(load(path, WeightForm()))
     write(path, tensors, config)
     with caplog.at_level(logging.WARNING):
-        model = _load(path, KEPT)
+        model = load(path, KEPT)
     assert {mixture.kind for mixture in _mixtures(model)} == {None}  # floats
     torch.testing.assert_close(logits_of(model), expected, atol=1e-4, rtol=1e-4)
     assert "The experts of 2 of 2 mixtures do not stay 4 bits" in caplog.text
@@ -133,7 +126,7 @@ def test_both_products_stay_or_none(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_others_become_fp8(tmp_path: Path, form: Form, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         path, expected = _checkpoint("qwen3_moe", tmp_path, form)
-        model = _load(path, KEPT)
+        model = load(path, KEPT)
     assert {mixture.kind for mixture in _mixtures(model)} == {Fp8Weight}
     torch.testing.assert_close(logits_of(model), expected, atol=1e-4, rtol=1e-4)
     assert "become FP8 with scales of groups" in caplog.text
@@ -144,7 +137,7 @@ def test_wide_and_narrow_experts(tmp_path: Path) -> None:
     for inner in (128, 14336):
         sizes = {"hidden_size": 128, "intermediate_size": inner, "num_hidden_layers": 1}
         path, expected = _checkpoint("mixtral", tmp_path / str(inner), FORMS[1], **sizes)
-        model = _load(path, KEPT)
+        model = load(path, KEPT)
         assert {mixture.kind for mixture in _mixtures(model)} == {FourBitWeight}
         torch.testing.assert_close(logits_of(model), expected, atol=1e-3, rtol=1e-3)
 
@@ -165,11 +158,11 @@ def test_one_expert_at_a_time_is_put_together(
             most.append(len(alive))
 
     monkeypatch.setattr(place_four_bits, "FourBitParts", Counted)
-    _load(path, KEPT)
+    load(path, KEPT)
     assert len(most) > 10 and max(most) <= 2
 
 
 def test_the_operations_of_a_row_count_weights_not_bytes(tmp_path: Path) -> None:
     path, _ = _checkpoint("qwen3_moe", tmp_path, FORMS[1])
-    kept, floats = _load(path, KEPT), _load(path, WeightForm())
+    kept, floats = load(path, KEPT), load(path, WeightForm())
     assert seconds_of_row(kept) == pytest.approx(seconds_of_row(floats))

@@ -5,31 +5,25 @@ Engines keep them on Hopper in bf16. Here they are kept on the CPU in float32.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from four_bits import Form, four_bits
-from loading import ON_CPU
-from oracle import prompt_tensors
+from kept_four_bits import KEPT, has_kernels, load, logits_of
 from quantized import write
 from safetensors.torch import load_file
 from thread_ranks import ThreadRanks
-from tiny import prefill_metadata, tiny_model_dir
+from tiny import tiny_model_dir
 from torch import Tensor
 
-from trtspec.checkpoints import place
 from trtspec.checkpoints.place import WeightForm
-from trtspec.checkpoints.weights import load_decoder
 from trtspec.distributed.comm import Communicator
-from trtspec.distributed.logits import gather_logits
-from trtspec.distributed.parallel import ONE_RANK, Parallel
+from trtspec.distributed.parallel import Parallel
 from trtspec.layers.linear import Linear
 from trtspec.models.decoder import Decoder
 
-KEPT = WeightForm(keeps_fp8=True)
 FORMS = [
     Form("pack-quantized"), Form("pack-quantized", group=64, symmetric=False, dtype=torch.bfloat16),
     Form("pack-quantized", group=-1), Form("awq", group=128, symmetric=False), Form("gptq"),
@@ -53,18 +47,7 @@ def _of_family(name: str, path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "has_four_bits", lambda dtype, device: True)
-
-
-def _load(path: Path, form: WeightForm, parallel: Parallel = ONE_RANK) -> Decoder:
-    return load_decoder(path, replace(ON_CPU, form=form, pack=False), parallel)
-
-
-@torch.no_grad()
-def logits_of(model: Decoder) -> Tensor:
-    prompts = prompt_tensors(90)
-    meta, positions = prefill_metadata(model.config, [len(prompt) for prompt in prompts])
-    return gather_logits(model.compute_logits(model(torch.cat(prompts), positions, meta)))
+    has_kernels(monkeypatch, True)
 
 
 def _kept_products(model: Decoder) -> set[str]:
@@ -78,9 +61,9 @@ def test_logits_are_those_of_floats(tmp_path: Path, form: Form) -> None:
     twin = load_file(path / "model.safetensors")
     tensors, config = four_bits(form, twin, random=form.method != "modelopt")
     write(path, twin, None)
-    expected = logits_of(_load(path, WeightForm()))
+    expected = logits_of(load(path, WeightForm()))
     write(path, tensors, config)
-    model = _load(path, KEPT)
+    model = load(path, KEPT)
     assert _kept_products(model) == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     torch.testing.assert_close(logits_of(model), expected, atol=1e-4, rtol=1e-4)
 
@@ -89,16 +72,16 @@ def test_logits_are_those_of_floats(tmp_path: Path, form: Form) -> None:
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[3], FORMS[6]], ids=str)
 @pytest.mark.parametrize("size", [1, 2])
 def test_families_over_ranks(tmp_path: Path, name: str, form: Form, size: int) -> None:
-    """A rank's part that kernels do not read is FP8 or floats, as the experts are."""
+    """A rank's part that kernels do not read is FP8 or floats."""
     path = _of_family(name, tmp_path)
     twin = load_file(path / "model.safetensors")
     tensors, config = four_bits(form, twin)
     write(path, twin, None)
-    expected = logits_of(_load(path, WeightForm()))
+    expected = logits_of(load(path, WeightForm()))
     write(path, tensors, config)
 
     def of_rank(comm: Communicator) -> tuple[Tensor, set[str]]:
-        model = _load(path, KEPT, Parallel(comm))
+        model = load(path, KEPT, Parallel(comm))
         return logits_of(model), _kept_products(model)
 
     for logits, kept in ThreadRanks(size).run(of_rank):
@@ -112,16 +95,16 @@ def test_activations_stay_floats_without_kernels(
     tmp_path: Path, form: Form, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a row has one scale, or a rank's part of it: weights are FP8 with groups then."""
-    monkeypatch.setattr(place, "has_four_bits", lambda dtype, device: False)
+    has_kernels(monkeypatch, False)
     path = _of_family("llama", tmp_path)
     twin = load_file(path / "model.safetensors")
     tensors, config = four_bits(form, twin)
     write(path, twin, None)
-    expected = logits_of(_load(path, WeightForm()))
+    expected = logits_of(load(path, WeightForm()))
     write(path, tensors, config)
 
     def of_rank(comm: Communicator) -> tuple[Tensor, int]:
-        model = _load(path, KEPT, Parallel(comm))
+        model = load(path, KEPT, Parallel(comm))
         return logits_of(model), sum(isinstance(m, Linear) and bool(m.fp8) for m in model.modules())
 
     for logits, count in ThreadRanks(size).run(of_rank):
@@ -136,9 +119,9 @@ def test_groups_that_do_not_divide_a_row(tmp_path: Path) -> None:
         Form("gptq", group=256), twin, lambda name: "down_proj" in name, random=True
     )
     write(path, twin, None)
-    expected = logits_of(_load(path, WeightForm()))
+    expected = logits_of(load(path, WeightForm()))
     write(path, tensors, config)
-    model = _load(path, KEPT)
+    model = load(path, KEPT)
     assert _kept_products(model) == {"down_proj"}
     torch.testing.assert_close(logits_of(model), expected, atol=1e-4, rtol=1e-4)
 
@@ -148,10 +131,10 @@ def test_what_kernels_do_not_read_is_no_longer_four_bits(tmp_path: Path) -> None
     path = tiny_model_dir(tmp_path, **{**SIZES, "hidden_size": 192})
     twin = load_file(path / "model.safetensors")
     write(path, *four_bits(Form("pack-quantized"), twin))
-    assert _kept_products(_load(path, KEPT)) == {"down_proj"}
+    assert _kept_products(load(path, KEPT)) == {"down_proj"}
     path = _of_family("llama", tmp_path / "digits")
     twin = load_file(path / "model.safetensors")
     write(path, *four_bits(Form("pack-quantized", dtype=torch.float32), twin))
-    model = _load(path, KEPT)
+    model = load(path, KEPT)
     assert not _kept_products(model)
     assert all(m.fp8 for m in model.layers[1].modules() if isinstance(m, Linear))

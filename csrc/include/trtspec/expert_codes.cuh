@@ -168,31 +168,50 @@ struct RecordCodes {
   template <int kOf>
   __device__ void multiply(float (&acc)[2][kEights][4], const Piece& piece, const Multipliers&, int x_at,
                            int eight_rows) const {
+    multiply_tiles<2, kOf>(acc, piece.codes, piece.scales, first, second,
+                           [&](int c, int i) { return load_shared(x_at + c * eight_rows + i * 64); });
+  }
+
+  static __device__ void multiply_tile(float (&acc)[4], const uint4& lo, const uint4& hi,
+                                       const Scales& lo_scales, const Scales& hi_scales,
+                                       const uint4 (&v)[4], int t) {
+    const uint4 codes[2] = {lo, hi};
+    const Scales scales[2] = {lo_scales, hi_scales};
+    auto& sums = reinterpret_cast<float(&)[1][1][4]>(acc);
+    multiply_tiles<1, 1>(sums, codes, scales, fp4_selector(t / 2), fp4_selector(t / 2 + 2),
+                         [&](int, int i) { return v[i]; });
+  }
+
+ private:
+  // A step of kTiles tiles times kOf eights of rows of x; x_of(c, i) is the lane's ith piece of eight c. Of
+  // NVFP4 `first` and `second` select the lane's scales.
+  template <int kTiles, int kOf, int kEightsOf, typename XOf>
+  static __device__ void multiply_tiles(float (&acc)[kTiles][kEightsOf][4], const uint4 (&of_codes)[2 * kTiles],
+                                        const Scales (&of_scales)[2 * kTiles], int first, int second, XOf x_of) {
     uint32_t sixteen = 0x41804180u;
     asm("" : "+r"(sixteen));  // a register, so that masking and adding is one instruction
-    float part[2][kOf][4] = {}, ones[kOf][4] = {};
+    float part[kTiles][kOf][4] = {}, ones[kOf][4] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint4 v[kOf];
 #pragma unroll
       for (int c = 0; c < kOf; ++c) {
-        v[c] = load_shared(x_at + c * eight_rows + i * 64);
+        v[c] = x_of(c, i);
         if constexpr (!kFloats) {
           multiply_add(ones[c], kOnes, kOnes, kOnes, kOnes, v[c].x, v[c].y, bf16());
           multiply_add(ones[c], kOnes, kOnes, kOnes, kOnes, v[c].z, v[c].w, bf16());
         }
       }
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
+      for (int m = 0; m < kTiles; ++m) {
         uint32_t pairs[2][4];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int of = 2 * m + half;
-          const uint32_t word = word_of(piece.codes[of], i);
+          const uint32_t word = word_of(of_codes[of], i);
           if constexpr (kFloats) {
-            const int selector = i % 2 ? second : first;
-            const uint32_t codes = word_of_scales(piece.scales[of], i);
-            widen_floats(word, power_of_selected(codes, selector), pairs[half]);
+            const uint32_t codes = word_of_scales(of_scales[of], i);
+            widen_floats(word, power_of_selected(codes, i % 2 ? second : first), pairs[half]);
           } else {
             widen_integers(word, sixteen, pairs[half]);
           }
@@ -205,8 +224,8 @@ struct RecordCodes {
         }
         if constexpr (!kFloats) {
           if (!kNarrow && i < 3) continue;
-          const auto lo = group_of(word_of_scales(piece.scales[2 * m], i));
-          const auto hi = group_of(word_of_scales(piece.scales[2 * m + 1], i));
+          const auto lo = group_of(word_of_scales(of_scales[2 * m], i));
+          const auto hi = group_of(word_of_scales(of_scales[2 * m + 1], i));
 #pragma unroll
           for (int c = 0; c < kOf; ++c) {
 #pragma unroll
@@ -221,40 +240,6 @@ struct RecordCodes {
       if constexpr (kNarrow) {
 #pragma unroll
         for (int c = 0; c < kOf; ++c) ones[c][0] = ones[c][1] = ones[c][2] = ones[c][3] = 0.0f;
-      }
-    }
-  }
-
-  static __device__ void multiply_tile(float (&acc)[4], const uint4& lo, const uint4& hi,
-                                       const Scales& lo_scales, const Scales& hi_scales,
-                                       const uint4 (&v)[4], int t) {
-    uint32_t sixteen = 0x41804180u;
-    asm("" : "+r"(sixteen));
-    float part[4] = {}, ones[4] = {};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t a[4], b[4];
-      const uint32_t of_lo = word_of_scales(lo_scales, i), of_hi = word_of_scales(hi_scales, i);
-      if constexpr (kFloats) {
-        const int selector = fp4_selector(i % 2 * 2 + t / 2);
-        widen_floats(word_of(lo, i), power_of_selected(of_lo, selector), a);
-        widen_floats(word_of(hi, i), power_of_selected(of_hi, selector), b);
-      } else {
-        widen_integers(word_of(lo, i), sixteen, a);
-        widen_integers(word_of(hi, i), sixteen, b);
-        multiply_add(ones, kOnes, kOnes, kOnes, kOnes, v[i].x, v[i].y, bf16());
-        multiply_add(ones, kOnes, kOnes, kOnes, kOnes, v[i].z, v[i].w, bf16());
-      }
-      float(&sum)[4] = kFloats ? acc : part;
-      multiply_add(sum, a[0], b[0], a[1], b[1], v[i].x, v[i].y, bf16());
-      multiply_add(sum, a[2], b[2], a[3], b[3], v[i].z, v[i].w, bf16());
-      if (kFloats || (!kNarrow && i < 3)) continue;
-      const FourBitGroup first = group_of(of_lo), second = group_of(of_hi);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const FourBitGroup& of = j < 2 ? first : second;
-        acc[j] = fmaf(of.scale, fmaf(of.less, ones[j], part[j]), acc[j]);
-        part[j] = ones[j] = 0.0f;
       }
     }
   }

@@ -18,12 +18,10 @@ from ..launch.triton import after_previous, dependent_launch
 from ..layer.four_bits import CODES, STEP, FourBitWeight
 from ..layer.triton_fp8 import is_quick
 from .triton import TileShape, find_tile, store_turned
+from .triton_fp4 import BITS, LAST_BITS, MOVE, SCALE
 
 _STEP, _QUARTER = tl.constexpr(STEP), tl.constexpr(STEP // 4)
 _CODE_WORDS = tl.constexpr(CODES // 4)  # of a record
-_BITS = tl.constexpr(0x81C081C0)  # of two bf16 as csrc/include/trtspec/fp4.cuh has them
-_LAST_BITS, _MOVE = tl.constexpr(0x001B001B), tl.constexpr(0x1084)
-_SCALE = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
 _LESS_ZERO_SCALED = tl.constexpr(
     "{.reg .b32 n, low; sub.rn.bf16x2 n, $1, $2; mul.rn.bf16x2 low, n, $4;"
     " fma.rn.bf16x2 $0, n, $3, low;}"
@@ -157,17 +155,17 @@ def floats_of(words, scales, dtype: tl.constexpr, QUICK: tl.constexpr):
     """
     COUNT: tl.constexpr = words.shape[0]
     pairs = _in_order(
-        words & _BITS,
-        (words >> 3 | words << 29) & _BITS,
-        (words >> 6 | words << 26) & _BITS,
-        (words & _LAST_BITS) * _MOVE & _BITS,
+        words & BITS,
+        (words >> 3 | words << 29) & BITS,
+        (words >> 6 | words << 26) & BITS,
+        (words & LAST_BITS) * MOVE & BITS,
     )
     pairs = tl.reshape(pairs, [COUNT, 2, 8])
     codes = tl.join(scales & 255, scales >> 8 & 255)  # [C, 2]
     if QUICK:
         powers = (codes * 16 + 0x7580) * 0x10001
         pairs = tl.inline_asm_elementwise(
-            _SCALE, "=r,r,r", [pairs, powers[:, :, None]], dtype=tl.uint32, is_pure=True, pack=1
+            SCALE, "=r,r,r", [pairs, powers[:, :, None]], dtype=tl.uint32, is_pure=True, pack=1
         )
         return _numbers(tl.reshape(pairs, [COUNT, 16]), dtype)
     bits = tl.reshape(tl.join(pairs & 0xFFFF, pairs >> 16), [COUNT, 2, 16])

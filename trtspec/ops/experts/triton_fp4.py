@@ -18,9 +18,9 @@ from .triton import TileShape, find_tile, store_turned
 
 _STEP = tl.constexpr(2 * BLOCK)  # columns of four scales
 _HALF = tl.constexpr(BLOCK // 2)
-_BITS = tl.constexpr(0x81C081C0)  # of two bf16 as csrc/include/trtspec/fp4.cuh has them
-_LAST_BITS, _MOVE = tl.constexpr(0x001B001B), tl.constexpr(0x1084)
-_SCALE = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
+BITS = tl.constexpr(0x81C081C0)  # of two bf16 as csrc/include/trtspec/fp4.cuh has them
+LAST_BITS, MOVE = tl.constexpr(0x001B001B), tl.constexpr(0x1084)
+SCALE = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
 
 
 class Tiles(NamedTuple):
@@ -142,10 +142,10 @@ def numbers(codes, scales, dtype: tl.constexpr, QUICK: tl.constexpr):
         codes: [C, 8] int32, words of a block.
     """
     codes = codes.to(tl.uint32, bitcast=True)
-    second = ((codes >> 3) | (codes << 29)) & _BITS
-    third = ((codes >> 6) | (codes << 26)) & _BITS
-    fourth = ((codes & _LAST_BITS) * _MOVE) & _BITS
-    low = scaled(codes & _BITS, second, scales & 255, dtype, QUICK)
+    second = ((codes >> 3) | (codes << 29)) & BITS
+    third = ((codes >> 6) | (codes << 26)) & BITS
+    fourth = ((codes & LAST_BITS) * MOVE) & BITS
+    low = scaled(codes & BITS, second, scales & 255, dtype, QUICK)
     return low, scaled(third, fourth, scales >> 8 & 255, dtype, QUICK)
 
 
@@ -159,7 +159,7 @@ def scaled(first, second, scale, dtype: tl.constexpr, QUICK: tl.constexpr):
         # 2^(s - 1) twice. (Of s = 0 and 1, too: no weight is so small.)
         power = ((scale << 7) + 0x3F00) * 0x10001
         pairs = tl.inline_asm_elementwise(
-            _SCALE,
+            SCALE,
             "=r,r,r",
             [pairs, power[:, None]],
             dtype=tl.uint32,
