@@ -6,21 +6,6 @@
 
 namespace trtspec {
 
-// Whether this GPU has room for a cluster of `size`: not every GPU has room for more than 8 blocks.
-template <typename... Params>
-bool fits(void (*kernel)(Params...), int size, int threads, size_t shared) {
-  cudaLaunchAttribute of_cluster = {};
-  of_cluster.id = cudaLaunchAttributeClusterDimension;
-  of_cluster.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(size), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
-  config.attrs = &of_cluster, config.numAttrs = 1;
-  int clusters = 0;
-  const cudaError_t asked = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-  if (asked != cudaSuccess) cudaGetLastError();  // it is no error of what comes
-  return asked == cudaSuccess && clusters > 0;
-}
-
 template <typename T, int kDim, int kTiles, int kSize, int kWarps>
 cudaError_t launch_clusters_as(const AttendParams& p, cudaStream_t stream) {
   const auto kernel = cluster_attention<T, kDim, kTiles, kSize, kWarps>;
@@ -32,7 +17,7 @@ cudaError_t launch_clusters_as(const AttendParams& p, cudaStream_t stream) {
   if constexpr (kSize > 8) {
     raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (raised != cudaSuccess) return raised;
-    static const bool has_room = fits(kernel, kSize, kWarps * 32, shared);
+    static const bool has_room = clusters_at_once(kernel, kSize, kWarps * 32, shared) > 0;  // not every GPU has
     if (!has_room) return launch_clusters_as<T, kDim, kTiles, 8, 8>(p, stream);
   }
   return launch_clusters(kernel, dim3(p.requests * p.kv_heads * kSize), kSize, dim3(kWarps * 32),

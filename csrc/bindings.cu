@@ -646,25 +646,29 @@ void update_window(TensorView hidden, TensorView ids, TensorView last, TensorVie
       count, stream_of(hidden)));
 }
 
-// sums [parts, rows, n] float32.
-void four_bit_tiles(TensorView x, TensorView weight, Optional<TensorView> scales, TensorView sums) {
+// out [rows, n], with `adds` what the product is added to; room [tiles, 32 | 64 | 128, k] for x arranged.
+void four_bit_tiles(TensorView x, TensorView weight, Optional<TensorView> scales, TensorView room, TensorView out,
+                    bool adds) {
   LinearParams p = {};
   set_four_bits(p, weight, scales);
-  trtspec::FourBitTileParams tiles = {};
-  tiles.x = x.data_ptr(), tiles.x_stride = x.stride(0), tiles.rows = static_cast<int>(x.size(0));
-  tiles.weight = p.weight, tiles.scales = p.scales, tiles.n = p.n, tiles.k = static_cast<int>(x.size(1));
-  tiles.sums = static_cast<float*>(sums.data_ptr());
-  const int steps = tiles.k / trtspec::kFourBitStep, parts = static_cast<int>(sums.size(0));
-  check(x.dtype().code == kDLBfloat && is_aligned(tiles.x) && tiles.x_stride % 8 == 0 && x.stride(1) == 1,
+  const int rows = static_cast<int>(x.size(0)), k = static_cast<int>(x.size(1));
+  const int tile_rows = static_cast<int>(room.size(1));
+  check(x.dtype().code == kDLBfloat && is_aligned(x.data_ptr()) && x.stride(0) % 8 == 0 && x.stride(1) == 1,
         "rows in bfloat16, by 16 bytes");
-  check(weight.size(1) * trtspec::kFourBitStep == tiles.k, "the weight's columns must be the inputs'");
-  check(is_dense(sums) && sums.size(1) == tiles.rows && sums.size(2) == p.n && sums.dtype().bits == 32,
-        "room for the sums of each part");
-  check(0 < tiles.rows && 0 < parts && parts <= steps, "rows, and a step for each part");
-  tiles.steps = (steps + parts - 1) / parts;
-  check(tiles.steps * (parts - 1) < steps, "no part without a step");
+  check(weight.size(1) * trtspec::kFourBitStep == k, "the weight's columns must be the inputs'");
+  check(is_dense(room) && room.size(0) * tile_rows >= rows && room.size(2) == k && room.dtype().bits == 16 &&
+            is_aligned(room.data_ptr()),
+        "room for the tiles of rows, by 16 bytes");
+  check(out.size(0) == rows && out.size(1) == p.n && out.dtype().code == kDLBfloat && out.stride(1) == 1 &&
+            out.stride(0) % 4 == 0 && reinterpret_cast<uintptr_t>(out.data_ptr()) % 8 == 0,
+        "a result in bfloat16, by 8 bytes");
+  if (rows == 0) return;
+  trtspec::FourBitTileParams tiles = {};
+  tiles.x = x.data_ptr(), tiles.x_stride = x.stride(0), tiles.arranged = static_cast<char*>(room.data_ptr());
+  tiles.scales = p.scales, tiles.out = static_cast<trtspec::bf16*>(out.data_ptr());
+  tiles.out_stride = out.stride(0), tiles.rows = rows, tiles.n = p.n, tiles.k = k, tiles.adds = adds;
   check(by_form(p.record, [&](auto form) {
-    return trtspec::launch_four_bit_tiles<form.value>(tiles, parts, stream_of(x));
+    return trtspec::launch_four_bit_tiles<form.value>(tiles, p.weight, tile_rows, stream_of(x));
   }));
 }
 

@@ -5,5 +5,6 @@ using trtspec::FourBitTileParams;
 using trtspec::LinearParams;
 
 template cudaError_t trtspec::launch_four_bits<FourBits::kFloats>(Epilogue, const LinearParams&, cudaStream_t);
-template cudaError_t trtspec::launch_four_bit_tiles<FourBits::kFloats>(const FourBitTileParams&, int, cudaStream_t);
+template cudaError_t trtspec::launch_four_bit_tiles<FourBits::kFloats>(const FourBitTileParams&, const void*, int,
+                                                                  cudaStream_t);
 template cudaError_t trtspec::launch_widen<FourBits::kFloats>(const LinearParams&, cudaStream_t);

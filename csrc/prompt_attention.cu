@@ -2,57 +2,37 @@
 #include <type_traits>
 
 #include "trtspec/launchers.h"
+#include "trtspec/tensor_map.h"
 
 namespace trtspec {
 namespace {
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
-
-// The driver's function that describes tensors; null where it has none.
-Encode encode() {
-  static const Encode found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t raised = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                                12000, cudaEnableDefault, &result);
-    const bool is_there = raised == cudaSuccess && result == cudaDriverEntryPointSuccess;
-    return is_there ? reinterpret_cast<Encode>(function) : nullptr;
-  }();
-  return found;
-}
-
-// A tensor whose boxes of `rows` times `heads` times 64 columns are copied. What is outside is zeros.
+// A tensor whose boxes of `rows` times `heads` times 64 columns are copied.
 template <typename T>
-bool describe(CUtensorMap* map, const PromptTensor& x, int dim, int heads, int rows) {
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(x.heads),
-                               static_cast<cuuint64_t>(x.rows)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(x.head * sizeof(T)),
-                                 static_cast<cuuint64_t>(x.row * sizeof(T))};
-  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(heads), static_cast<cuuint32_t>(rows)};
-  const cuuint32_t steps[3] = {1, 1, 1};
+cudaError_t describe(CUtensorMap* map, const PromptTensor& x, int dim, int heads, int rows) {
   constexpr auto type = std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  return encode()(map, type, 3, const_cast<void*>(x.data), sizes, strides, box, steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const BoxedTensor of = {
+      x.data,
+      type,
+      {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(x.heads), static_cast<cuuint64_t>(x.rows)},
+      {static_cast<cuuint64_t>(x.head * sizeof(T)), static_cast<cuuint64_t>(x.row * sizeof(T))},
+      {64, static_cast<cuuint32_t>(heads), static_cast<cuuint32_t>(rows)},
+      CU_TENSOR_MAP_SWIZZLE_128B};
+  return describe(map, of);
 }
 
 template <typename T, int kDim>
 cudaError_t launch_prompts(const PromptParams& p, const PromptTensors& x, cudaStream_t stream) {
-  if (encode() == nullptr) return cudaErrorNotSupported;
   PromptMaps maps;
-  const bool are_described = describe<T>(&maps.q, x.q, kDim, p.per_kv, p.tile_rows) &&
-                             describe<T>(&maps.k, x.k, kDim, 1, p.box_keys) &&
-                             describe<T>(&maps.v, x.v, kDim, 1, p.box_keys);
-  if (!are_described) return cudaErrorInvalidValue;
+  cudaError_t raised = describe<T>(&maps.q, x.q, kDim, p.per_kv, p.tile_rows);
+  if (raised == cudaSuccess) raised = describe<T>(&maps.k, x.k, kDim, 1, p.box_keys);
+  if (raised == cudaSuccess) raised = describe<T>(&maps.v, x.v, kDim, 1, p.box_keys);
+  if (raised != cudaSuccess) return raised;
   const auto kernel = prompt_attention<T, kDim>;
   constexpr int shared = sizeof(PromptTiles<kDim>) + 1024;  // it begins at a multiple of 1,024
   int device = 0, generation = 0, processors = 0;
-  cudaError_t raised = cudaGetDevice(&device);
+  raised = cudaGetDevice(&device);
   if (raised == cudaSuccess) {
     raised = cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device);
   }

@@ -40,7 +40,7 @@ pytestmark = [
 GROUPS = [32, 128, "nvfp4"]
 # (in, out): a tile for a block, some, and many; steps that 16 warps do not divide.
 SIZES = [(128, 16), (640, 960), (1536, 576), (4096, 1040), (2048, 12_304), (14336, 512)]
-ROWS = [1, 3, 8, 9, 16, 17, 32, 40, 70, 128, 129, 300]
+ROWS = [1, 3, 8, 9, 16, 17, 32, 40, 70, 128, 129, 300, 530]
 
 
 def _linear(size: int, out: int, group: int | str, bias: bool = False) -> tuple[Linear, Tensor]:
@@ -74,8 +74,8 @@ def test_linear(group: int | str, size: tuple[int, int], served: list[str]) -> N
         _close(out, expected)
     # Rows that do not fit with their norm are normed before.
     assert served.count("linear") == 4 * sum(rows <= 16 for rows in ROWS)
-    assert served.count("four_bit_tiles") == 4 * sum(16 < rows <= 128 for rows in ROWS)
-    assert served.count("widen_four_bits") == 4 * sum(rows > 128 for rows in ROWS)
+    assert served.count("four_bit_tiles") == 4 * sum(16 < rows <= 512 for rows in ROWS)
+    assert served.count("widen_four_bits") == 4 * sum(rows > 512 for rows in ROWS)
 
 
 @pytest.mark.parametrize("group", GROUPS)

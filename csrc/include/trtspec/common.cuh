@@ -106,4 +106,22 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shar
   return launch_clusters(kernel, grid, 1, block, shared, stream, args...);
 }
 
+// How many clusters of `size` blocks run at once. The kernel's shared memory is allowed with this.
+template <typename... Params>
+int clusters_at_once(void (*kernel)(Params...), int size, int threads, size_t shared) {
+  cudaLaunchAttribute of_cluster = {};
+  of_cluster.id = cudaLaunchAttributeClusterDimension;
+  of_cluster.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(size), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
+  config.attrs = &of_cluster, config.numAttrs = 1;
+  int clusters = 0;
+  cudaError_t raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            static_cast<int>(shared));
+  if (raised == cudaSuccess) raised = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  if (raised == cudaSuccess) return clusters;
+  cudaGetLastError();  // it is no error of what comes
+  return 0;
+}
+
 }  // namespace trtspec

@@ -1,175 +1,258 @@
-// The product of `four_bit_linear.cuh` for more rows: a block makes 256 outputs of up to 64 rows, a warp 32 of
-// them, so that numbers are made bf16 once for all of these rows. Steps of x are copied to shared memory for
-// the block, records for the thread that reads them. Zeros are taken off the numbers, which is exact too: a
-// product with ones would be one more for each tile of rows.
+// The product of `four_bit_linear.cuh` for more rows, by Hopper's products of warpgroups: each of two makes
+// 64 kTiles outputs of up to kRows rows of x. Weights become bf16 in registers, rounded once with their scale,
+// and are the left operand. One thread copies steps of records and of x to shared memory.
 //
-// K may be divided among blocks: sums of parts are added up afterwards, in a fixed order.
+// A kernel before arranges x: in the order in which words have their columns, as products read it. K may be
+// divided among the blocks of a cluster, which then add their sums up in a fixed order, each for some rows.
 #pragma once
 
+#include <cooperative_groups.h>
+
 #include "four_bit_linear.cuh"
+#include "hopper.cuh"
 
 namespace trtspec {
-
-constexpr int kTileRowsWarps = 8, kTileRowsTiles = 2;
-constexpr int kTileRowsOuts = kTileRowsWarps * kTileRowsTiles * kTile;  // of a block
-constexpr int kTileRowsStages = 3, kTileRowsPitch = 2 * kFourBitStep + kPad;  // bytes of a row of x
 
 struct FourBitTileParams {
   const void* x;  // [rows, k] bf16
   int64_t x_stride;
-  const void* weight;   // records
+  char* arranged;       // by `arrange_rows`
   const float* scales;  // of rows, of NVFP4
-  float* sums;          // [parts, rows, n]
+  bf16* out;            // [rows, n]
+  int64_t out_stride;
   int rows, n, k;
   int steps;  // of a part
+  bool adds;  // to what is there
 };
 
-template <FourBits F, int kColumns>
-constexpr int kTileRowsStage = 8 * kColumns * kTileRowsPitch + kTileRowsOuts / 8 * kFourBitRecord<F>;
+constexpr int kFourBitTeams = 2, kFourBitThreads = kFourBitTeams * 128;  // of the warpgroups that multiply
+constexpr int kFourBitCopyRegisters = 24, kFourBitRegisters = 240;
 
-// Eight columns of a weight row as pairs in bf16, less the zero. `zero`: 16 + it, twice.
-__device__ inline void widen_less_zero(uint32_t word, uint32_t sixteen, uint32_t zero, uint32_t (&pairs)[4]) {
-  widen_integers(word, sixteen, pairs);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) asm("sub.rn.bf16x2 %0, %0, %1;" : "+r"(pairs[j]) : "r"(zero));
-}
+template <FourBits F, int kRows, int kTiles>
+struct FourBitTile {
+  static constexpr int kOuts = kFourBitTeams * 64 * kTiles, kRecords = kOuts / 8 * kFourBitRecord<F>;
+  static constexpr int kX = kRows * kFourBitStep * 2;
+  static constexpr int kStage = (kX + kRecords + kTileBlockBytes - 1) / kTileBlockBytes * kTileBlockBytes;
+  static constexpr int kStages = 224 * 1024 / kStage < 8 ? 224 * 1024 / kStage : 8;
+  static constexpr int kShared = kStages * kStage + kTileBlockBytes;  // it begins at a multiple of a block
+  static constexpr int kSumPitch = kOuts + 4;                         // floats
+  static_assert(kRows * kSumPitch * 4 <= kStages * kStage);
+};
 
-// 16 + a zero, twice in bf16, whose last place is an eighth there.
-__device__ inline uint32_t zero_of(uint32_t entry) { return ((entry & 0xffu) * 8u + 0x4180u) * 0x10001u; }
-
-template <FourBits F, int kColumns>
-__global__ void __launch_bounds__(kTileRowsWarps * 32)
-    four_bit_tiles(const __grid_constant__ FourBitTileParams p) {
-  constexpr int kWarps = kTileRowsWarps, kTiles = kTileRowsTiles, kRows = 8 * kColumns;
-  constexpr int kStages = kTileRowsStages, kStage = kTileRowsStage<F, kColumns>;
-  constexpr bool kFloats = F == FourBits::kFloats;
-  constexpr int kScaleBytes = kFourBitScales<F>, kRecord = kFourBitRecord<F>, kGroups = 2 * kTiles;
-  extern __shared__ __align__(128) char shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int all_steps = p.k / kFourBitStep, first_row = blockIdx.y * kRows;
-  const int begin = blockIdx.z * p.steps, end = min(begin + p.steps, all_steps);
-  const int first_group = (blockIdx.x * kWarps + warp) * kGroups, groups = p.n / 8;
-  char* const records_of_warp = shared + kRows * kTileRowsPitch + warp * kGroups * kRecord;
-
-  const char* from[kGroups];
-#pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
-    const int64_t group = min(first_group + i, groups - 1);
-    from[i] = static_cast<const char*>(p.weight) + (group * all_steps + begin) * kRecord + lane * 16;
-  }
-  auto fetch_records = [&](int step, int at) {
-    if (step >= end) return;
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      char* const to = records_of_warp + at + i * kRecord + lane * 16;
-      copy_16(to, from[i]);
-      if (lane < kScaleBytes / 2) copy_16(to + kFourBitCodes, from[i] + kFourBitCodes);
-      from[i] += kRecord;
-    }
-  };
-  // Pieces of x that this thread copies. Sums of rows that are not there are nobody's.
-  constexpr int kPieces = (kRows * 16 + kWarps * 32 - 1) / (kWarps * 32);
-  int offsets[kPieces];
-#pragma unroll
-  for (int j = 0; j < kPieces; ++j) {
-    const int piece = threadIdx.x + j * kWarps * 32;
-    const int row = min(first_row + min(piece / 16, kRows - 1), p.rows - 1);
-    offsets[j] = row * static_cast<int>(p.x_stride) + piece % 16 * 8;
-  }
-  char* const to_x = shared + threadIdx.x / 16 * kTileRowsPitch + threadIdx.x % 16 * 16;
-  auto fetch_x = [&](int step, int at) {
-    if (step >= end) return;
-    const bf16* const x = static_cast<const bf16*>(p.x) + step * kFourBitStep;
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      if (kRows * 16 % (kWarps * 32) != 0 && threadIdx.x + j * kWarps * 32 >= kRows * 16) break;
-      copy_16(to_x + at + j * kWarps * 2 * kTileRowsPitch, x + offsets[j]);
-    }
-  };
-#pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) fetch_records(begin + i, i * kStage);
+// x for products: [tiles of kRows rows, steps, halves of 64 columns, kRows, 128 bytes], the tiles of hopper.cuh. Of
+// 32 columns pair j of eight t becomes pair t of eight j. Rows that are not there are zeros.
+template <int kRows>
+__global__ void arrange_rows(const __grid_constant__ FourBitTileParams p) {
   wait_for_previous();
   let_next_start();
+  const int blocks = p.k / 32, item = blockIdx.x * blockDim.x + threadIdx.x;
+  const int block = item % blocks, row = item / blocks;  // 32 columns of a row
+  if (row >= (p.rows + kRows - 1) / kRows * kRows) return;
+  uint4 eights[4] = {};
+  if (row < p.rows) {
+    const bf16* const from = static_cast<const bf16*>(p.x) + row * p.x_stride + block * 32;
 #pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) {
-    fetch_x(begin + i, i * kStage);
-    copies_commit();
+    for (int t = 0; t < 4; ++t) eights[t] = reinterpret_cast<const uint4*>(from)[t];
   }
+  const int r = row % kRows;
+  const int64_t half = static_cast<int64_t>(row / kRows) * (p.k / 64) + block / 2;
+  char* const to = p.arranged + (half * kRows + r) * kTileRowBytes;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int piece = (block % 2 * 4 + j) ^ r % 8;
+    *reinterpret_cast<uint4*>(to + piece * 16) = make_uint4(word_of(eights[0], j), word_of(eights[1], j),
+                                                            word_of(eights[2], j), word_of(eights[3], j));
+  }
+}
+
+// Integers' scale as the sum of two numbers in bf16, and 16 + their zero, twice each.
+struct FourBitScale {
+  uint32_t high, low, sixteen_more;
+};
+
+__device__ inline uint32_t pair_of(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ inline FourBitScale scale_of(uint32_t entry) {
+  const float scale = __uint_as_float(entry & 0xffffff00u);
+  const uint32_t high = pair_of(scale, scale);
+  const float rest = scale - __uint_as_float(high << 16);
+  return {high, pair_of(rest, rest), ((entry & 0xffu) * 8u + 0x4180u) * 0x10001u};  // an eighth is the last place
+}
+
+// Eight columns of a weight row times their scale.
+__device__ inline void widen_scaled(uint32_t word, uint32_t sixteen, const FourBitScale& of,
+                                    uint32_t (&pairs)[4]) {
+  widen_integers(word, sixteen, pairs);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    uint32_t number, low;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(number) : "r"(pairs[j]), "r"(of.sixteen_more));
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(low) : "r"(number), "r"(of.low));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pairs[j]) : "r"(number), "r"(of.high), "r"(low));
+  }
+}
+
+// A block's part of the product: steps of K of a tile of outputs and one of rows.
+struct FourBitPart {
+  int begin, count, first_out, first_row;
+};
+
+// Copies the part's steps, one stage after the other. Weights may come before x is there.
+template <typename Tile, int kStages>
+__device__ inline void copy_steps(const FourBitTileParams& p, const FourBitPart& part, int row_tile,
+                                  const CUtensorMap& weight, char* shared, Barrier (&there)[kStages],
+                                  Barrier (&read)[kStages]) {
+  const int64_t first = static_cast<int64_t>(row_tile) * (p.k / kFourBitStep) + part.begin;
+  auto copy_records = [&](int step, int stage) {
+    there[stage].arrive_and_expect(Tile::kRecords + Tile::kX);
+    copy_box(shared + stage * Tile::kStage + Tile::kX, weight, there[stage], 0, part.begin + step,
+             part.first_out / 8);
+  };
+  for (int i = 0; i < min(kStages, part.count); ++i) copy_records(i, i);
+  wait_for_previous();
+  let_next_start();
+  for (int step = 0, stage = 0, parity = 1; step < part.count; ++step) {
+    read[stage].wait(parity);
+    if (step >= kStages) copy_records(step, stage);
+    const char* const x = p.arranged + (first + step) * Tile::kX;
+    copy_piece(shared + stage * Tile::kStage, x, there[stage], Tile::kX);
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+}
+
+// Adds up what the cluster's blocks have at `sums`, [kRows, kSumPitch] each, and writes some of the rows.
+template <typename Tile, int kRows, typename Cluster>
+__device__ inline void write_rows(const FourBitTileParams& p, const FourBitPart& part, const Cluster& cluster,
+                                  float* sums) {
+  constexpr int kPieces = Tile::kOuts / 4, kAtOnce = kFourBitThreads / kPieces;
+  const int parts = cluster.num_blocks(), column = threadIdx.x % kPieces * 4, out = part.first_out + column;
+  if (out >= p.n) return;
+  for (int r = cluster.block_rank() * kAtOnce + threadIdx.x / kPieces; r < kRows; r += parts * kAtOnce) {
+    const int row = part.first_row + r;
+    if (row >= p.rows) return;
+    float* const own = sums + r * Tile::kSumPitch + column;
+    float4 total = {};
+    for (int i = 0; i < parts; ++i) {
+      const float4 of = *reinterpret_cast<const float4*>(parts > 1 ? cluster.map_shared_rank(own, i) : own);
+      total.x += of.x, total.y += of.y, total.z += of.z, total.w += of.w;
+    }
+    uint2* const to = reinterpret_cast<uint2*>(p.out + row * p.out_stride + out);
+    if (p.adds) {
+      const uint2 is = *to;
+      total.x += __uint_as_float(is.x << 16), total.y += __uint_as_float(is.x & 0xffff0000u);
+      total.z += __uint_as_float(is.y << 16), total.w += __uint_as_float(is.y & 0xffff0000u);
+    }
+    *to = make_uint2(pair_of(total.x, total.y), pair_of(total.z, total.w));
+  }
+}
+
+template <FourBits F, int kRows, int kTiles>
+__global__ void __launch_bounds__(kFourBitThreads + 128, 1)
+    four_bit_tiles(const __grid_constant__ FourBitTileParams p, const __grid_constant__ CUtensorMap weight) {
+  using Tile = FourBitTile<F, kRows, kTiles>;
+  constexpr int kStages = Tile::kStages, kRecord = kFourBitRecord<F>, kScaleBytes = kFourBitScales<F>;
+  constexpr bool kFloats = F == FourBits::kFloats, kNarrow = F == FourBits::kNarrow;
+  extern __shared__ char anywhere[];
+  __shared__ Barrier there[kStages], read[kStages];
+  char* const shared =
+      anywhere + (kTileBlockBytes - shared_address(anywhere) % kTileBlockBytes) % kTileBlockBytes;
+  const auto cluster = cooperative_groups::this_cluster();
+  const int parts = cluster.num_blocks(), begin = cluster.block_rank() * p.steps;
+  const FourBitPart part = {begin, min(p.steps, p.k / kFourBitStep - begin),
+                            static_cast<int>(blockIdx.x) / parts * Tile::kOuts, static_cast<int>(blockIdx.y) * kRows};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) there[i].init(1), read[i].init(kFourBitThreads / 32);
+    fence_barriers();
+  }
+  __syncthreads();
+  if (threadIdx.x >= kFourBitThreads) {
+    keep_registers<kFourBitCopyRegisters>();
+    if (threadIdx.x == kFourBitThreads) {
+      copy_steps<Tile>(p, part, blockIdx.y, weight, shared, there, read);
+    }
+    return;
+  }
+  take_registers<kFourBitRegisters>();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  // This warp's two groups of a tile. Those of its next tile are eight further on.
+  const int group = (warp / 4 * kTiles * 4 + warp % 4) * 2;
   uint32_t sixteen = 0x41804180u;
-  float acc[kTiles][kColumns][4] = {};
-  int at = 0, next = (kStages - 1) * kStage;
+  asm("" : "+r"(sixteen));  // a register, so that masking and adding is one instruction
+  float acc[kTiles][kRows / 2] = {};
+  int before = -1;
 #pragma unroll 1
-  for (int step = begin; step < end; ++step) {
-    copies_wait<kStages - 2>();
-    __syncthreads();  // all threads' copies are there, and the stage before has been read
-    fetch_records(step + kStages - 1, next);
-    fetch_x(step + kStages - 1, next);
-    copies_commit();
-    next = next + kStage == kStages * kStage ? 0 : next + kStage;
-    const char* const x = shared + at + g * kTileRowsPitch + t * 16;
-    const char* const records = records_of_warp + at;
-    float part[kFloats ? 1 : kTiles][kFloats ? 1 : kColumns][4] = {};
+  for (int step = 0, stage = 0, parity = 0; step < part.count; ++step) {
+    there[stage].wait(parity);
+    char* const x = shared + stage * Tile::kStage;
+    const uint64_t operand = tile_operand(x);
+    auto record = [&](int i) { return x + Tile::kX + (group + i / 2 * 8 + i % 2) * kRecord; };
+    auto entries = [&](int i) {
+      return reinterpret_cast<const uint32_t*>(record(i) + kFourBitCodes + g * kScaleBytes);
+    };
+    uint4 codes[2 * kTiles];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t pairs[kGroups][4];
-      float scale[kGroups];
+    for (int i = 0; i < 2 * kTiles; ++i) codes[i] = reinterpret_cast<const uint4*>(record(i))[lane];
+    FourBitScale scales[2 * kTiles];
 #pragma unroll
-      for (int of = 0; of < kGroups; ++of) {
-        const char* const record = records + of * kRecord;
-        const uint32_t word = reinterpret_cast<const uint32_t*>(record + lane * 16)[i];
-        const auto entries = reinterpret_cast<const uint32_t*>(record + kFourBitCodes + g * kScaleBytes);
+    for (int word = 0; word < 4; ++word) {
+      uint32_t a[kTiles][2][4];
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        uint32_t pairs[4];
         if constexpr (kFloats) {
-          widen_floats(word, power_of_scale(entries[i / 2], i % 2 * 2 + t / 2), pairs[of]);
+          const uint32_t power = power_of_scale(entries(i)[word / 2], word % 2 * 2 + t / 2);
+          widen_floats(word_of(codes[i], word), power, pairs);
         } else {
-          const uint32_t entry = entries[F == FourBits::kNarrow ? i : 0];
-          widen_less_zero(word, sixteen, zero_of(entry), pairs[of]);
-          scale[of] = __uint_as_float(entry & 0xffffff00u);
+          if (kNarrow || word == 0) scales[i] = scale_of(entries(i)[kNarrow ? word : 0]);
+          widen_scaled(word_of(codes[i], word), sixteen, scales[i], pairs);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) a[i / 2][j / 2][j % 2 * 2 + i % 2] = pairs[j];
+      }
+      products_begin();
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int at = word / 2 * kRows * kTileRowBytes + (word % 2 * 2 + half) * 32;
+          product_with_columns(acc[tile], a[tile][half], moved(operand, at));
         }
       }
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const uint4 v = *reinterpret_cast<const uint4*>(x + c * 8 * kTileRowsPitch + i * 64);
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          const uint32_t(&lo)[4] = pairs[2 * tile], (&hi)[4] = pairs[2 * tile + 1];
-          if constexpr (kFloats) {
-            multiply_add(acc[tile][c], lo[0], hi[0], lo[1], hi[1], v.x, v.y, bf16());
-            multiply_add(acc[tile][c], lo[2], hi[2], lo[3], hi[3], v.z, v.w, bf16());
-          } else {
-            float(&sum)[4] = part[tile][c];
-            multiply_add(sum, lo[0], hi[0], lo[1], hi[1], v.x, v.y, bf16());
-            multiply_add(sum, lo[2], hi[2], lo[3], hi[3], v.z, v.w, bf16());
-            if (F == FourBits::kNarrow || i == 3) {
-#pragma unroll
-              for (int j = 0; j < 4; ++j) {
-                acc[tile][c][j] = fmaf(scale[2 * tile + j / 2], sum[j], acc[tile][c][j]);
-                sum[j] = 0.0f;
-              }
-            }
-          }
-        }
-      }
+      products_commit();
+      products_wait<1>();
+      if (word == 0 && before >= 0 && lane == 0) read[before].arrive();  // its last products have ended
     }
-    at = at + kStage == kStages * kStage ? 0 : at + kStage;
+    before = stage;
+    if (++stage == kStages) stage = 0, parity ^= 1;
   }
-  float* const sums = p.sums + static_cast<int64_t>(blockIdx.z) * p.rows * p.n;
+  products_wait<0>();
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
+  for (int tile = 0; tile < kTiles; ++tile) pin(acc[tile]);
+  sync_named(1, kFourBitThreads);  // nobody reads the stages any more
+  float* const sums = reinterpret_cast<float*>(shared);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int n = (first_group + 2 * tile + half) * 8 + g;
-      if (n >= p.n) continue;
-      const float scale = kFloats ? p.scales[n] : 1.0f;
+  for (int i = 0; i < 2 * kTiles; ++i) {
+    const int out = (group + i / 2 * 8 + i % 2) * 8 + g;
+    const float scale = kFloats ? p.scales[min(part.first_out + out, p.n - 1)] : 1.0f;
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
+    for (int c = 0; c < kRows / 8; ++c) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int m = first_row + c * 8 + t * 2 + j;
-          if (m < p.rows) sums[static_cast<int64_t>(m) * p.n + n] = acc[tile][c][half * 2 + j] * scale;
-        }
+      for (int j = 0; j < 2; ++j) {
+        sums[(c * 8 + t * 2 + j) * Tile::kSumPitch + out] = acc[i / 2][c * 4 + i % 2 * 2 + j] * scale;
       }
     }
   }
+  if (parts > 1) {
+    cluster.sync();  // of the threads that have not returned
+  } else {
+    sync_named(1, kFourBitThreads);
+  }
+  write_rows<Tile, kRows>(p, part, cluster, sums);
+  if (parts > 1) cluster.sync();  // others may still be reading this block's sums
 }
 
 }  // namespace trtspec

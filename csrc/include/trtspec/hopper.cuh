@@ -86,6 +86,15 @@ __device__ inline void copy_box(void* target, const CUtensorMap& from, Barrier& 
       : "memory");
 }
 
+// Copies bytes in one piece, a multiple of 16, to shared memory; `barrier` counts them.
+__device__ inline void copy_piece(void* target, const void* from, Barrier& barrier, int bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(target)),
+      "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
+}
+
 // What a product reads: a tile in shared memory. `apart`: bytes from 64 columns to the next 64, of
 // operands whose columns are outputs; others ignore it.
 __device__ inline uint64_t tile_operand(const void* tile, int apart = 16) {
@@ -122,6 +131,7 @@ __device__ inline void pin(float (&x)[kSize]) {
   TRTSPEC_SUMS_4(x, i), TRTSPEC_SUMS_4(x, i + 4), TRTSPEC_SUMS_4(x, i + 8), TRTSPEC_SUMS_4(x, i + 12)
 #define TRTSPEC_SUMS_32(x) TRTSPEC_SUMS_16(x, 0), TRTSPEC_SUMS_16(x, 16)
 #define TRTSPEC_SUMS_64(x) TRTSPEC_SUMS_32(x), TRTSPEC_SUMS_16(x, 32), TRTSPEC_SUMS_16(x, 48)
+#define TRTSPEC_REGS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define TRTSPEC_REGS_32                                                                        \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -179,6 +189,26 @@ __device__ inline void product_with_rows(float (&sums)[64], const uint32_t* a, u
   } else {
     TRTSPEC_PRODUCT_ROWS_128("f16");
   }
+}
+
+// sums [64 rows, 32, 64 or 128] += a [64, 16], in registers as of mma.m16n8k16, times b [32, 64 or 128, 16] in
+// shared memory, its columns summed over.
+#define TRTSPEC_PRODUCT_COLUMNS(SIZE, REGS, SUMS, A0, A1, A2, A3, B)                                 \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" SIZE "k16.f32.bf16.bf16 {" REGS "}, {" A0 ", " A1 \
+               ", " A2 ", " A3 "}, " B ", 1, 1, 1, 0;"                                               \
+               : SUMS                                                                                \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+__device__ inline void product_with_columns(float (&sums)[16], const uint32_t (&a)[4], uint64_t b) {
+  TRTSPEC_PRODUCT_COLUMNS("32", TRTSPEC_REGS_16, TRTSPEC_SUMS_16(sums, 0), "%16", "%17", "%18", "%19", "%20");
+}
+
+__device__ inline void product_with_columns(float (&sums)[32], const uint32_t (&a)[4], uint64_t b) {
+  TRTSPEC_PRODUCT_COLUMNS("64", TRTSPEC_REGS_32, TRTSPEC_SUMS_32(sums), "%32", "%33", "%34", "%35", "%36");
+}
+
+__device__ inline void product_with_columns(float (&sums)[64], const uint32_t (&a)[4], uint64_t b) {
+  TRTSPEC_PRODUCT_COLUMNS("128", TRTSPEC_REGS_64, TRTSPEC_SUMS_64(sums), "%64", "%65", "%66", "%67", "%68");
 }
 
 }  // namespace trtspec

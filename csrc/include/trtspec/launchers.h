@@ -33,9 +33,11 @@ cudaError_t launch_fp8_linear(Epilogue epilogue, const LinearParams& params, cud
 // n a multiple of 16, k of 128; one input. What is gated has a norm.
 template <FourBits F>
 cudaError_t launch_four_bits(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
-// More rows of the same. Sums of `parts` parts of K, params.steps each, stay apart.
+// Any number of rows of the same, in tiles of 32, 64 or 128. params.arranged has room for as many whole tiles;
+// params.steps is set there.
 template <FourBits F>
-cudaError_t launch_four_bit_tiles(const FourBitTileParams& params, int parts, cudaStream_t stream);
+cudaError_t launch_four_bit_tiles(const FourBitTileParams& params, const void* weight, int tile_rows,
+                                  cudaStream_t stream);
 // Those weights in bf16, [n, k] at `out`.
 template <FourBits F>
 cudaError_t launch_widen(const LinearParams& params, cudaStream_t stream);

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ... import native
 from ..experts import fp4
-from ..launch.dispatch import kernels
 
 ROWS, STEP = 8, 128  # rows and columns whose numbers lie together
 NVFP4_GROUP = 16
@@ -24,7 +23,9 @@ GROUPS = 32, 64
 """Of integers, columns that may share a scale; else a multiple of `STEP`."""
 _NARROW, _OF_FLOATS = 16, 8  # bytes of a row's scales: of groups below `STEP`, and of NVFP4
 CODES = ROWS * STEP // 2  # bytes of a record's numbers
-MAX_ROWS = 128
+TILE_ROWS = 32, 64, 128
+"""Rows that a thread block multiplies at once."""
+MAX_ROWS = 512
 """More rows than this are cuBLAS's, with the weight made float before."""
 _FOLD = 2.0**8
 """Kernels multiply NVFP4's numbers by 2^-8 times their scales: rows' scales make up for it."""
@@ -152,28 +153,20 @@ def multiply(
     Args:
         residual: [T, out], to which the product is added, in its memory; it is returned.
     """
-    is_served = 0 < x.shape[0] <= MAX_ROWS and x.dtype == torch.bfloat16
-    csrc, triton = native.kernels(x), kernels("layer.triton_fp8", x)
-    if not is_served or csrc is None or triton is None:
+    csrc = native.kernels(x) if x.dtype == torch.bfloat16 else None
+    rows, columns = x.shape
+    if not 0 < rows <= MAX_ROWS or csrc is None:
         wide = widen(weight, x.dtype)
         return F.linear(x, wide, bias) if residual is None else residual.addmm_(x, wide.t())
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
     out = residual
     if out is None:
-        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    sums = torch.empty((_parts(x.shape[0], weight), *out.shape), device=x.device)
-    csrc.four_bit_tiles(x, weight.records, weight.row_scales, sums)
-    triton.add_parts(sums, out, adds=residual is not None)
+        out = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)
+    tile = next((size for size in TILE_ROWS if rows <= size), TILE_ROWS[-1])
+    arranged = x.new_empty(-(-rows // tile), tile, columns)
+    csrc.four_bit_tiles(x, weight.records, weight.row_scales, arranged, out, residual is not None)
     return out if bias is None else out.add_(bias)
-
-
-def _parts(rows: int, weight: FourBitWeight) -> int:
-    """Returns how many parts K is divided into, none of them empty: by measurement on an H200."""
-    out, columns = weight.shape
-    blocks, steps = -(-out // 256) * -(-rows // 64), columns // STEP
-    wanted = max(1, min(8, 128 // blocks, steps // 4))
-    return -(-steps // -(-steps // wanted))
 
 
 def widen(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:
