@@ -646,17 +646,18 @@ void update_window(TensorView hidden, TensorView ids, TensorView last, TensorVie
       count, stream_of(hidden)));
 }
 
-// out [rows, n], with `adds` what the product is added to; room [tiles, 32 | 64 | 128, k] for x arranged.
+// out [rows, n], with `adds` what the product is added to; room for x arranged [tiles, 32 | 64 | 128, bytes].
 void four_bit_tiles(TensorView x, TensorView weight, Optional<TensorView> scales, TensorView room, TensorView out,
                     bool adds) {
   LinearParams p = {};
   set_four_bits(p, weight, scales);
   const int rows = static_cast<int>(x.size(0)), k = static_cast<int>(x.size(1));
   const int tile_rows = static_cast<int>(room.size(1));
+  const int arranged = k / trtspec::kFourBitStep * trtspec::kArrangedStep;
   check(x.dtype().code == kDLBfloat && is_aligned(x.data_ptr()) && x.stride(0) % 8 == 0 && x.stride(1) == 1,
         "rows in bfloat16, by 16 bytes");
   check(weight.size(1) * trtspec::kFourBitStep == k, "the weight's columns must be the inputs'");
-  check(is_dense(room) && room.size(0) * tile_rows >= rows && room.size(2) == k && room.dtype().bits == 16 &&
+  check(is_dense(room) && room.size(0) * tile_rows >= rows && room.size(2) == arranged && room.dtype().bits == 8 &&
             is_aligned(room.data_ptr()),
         "room for the tiles of rows, by 16 bytes");
   check(out.size(0) == rows && out.size(1) == p.n && out.dtype().code == kDLBfloat && out.stride(1) == 1 &&

@@ -73,15 +73,16 @@ int blocks_at_once(int parts) {
   static const std::array<int, kMaxFourBitParts + 1> found = [] {
     std::array<int, kMaxFourBitParts + 1> blocks = {};
     for (int size = 1; size <= kMaxFourBitParts; ++size) {
-      blocks[size] = size * clusters_at_once(four_bit_tiles<F, kRows, kTiles>, size, kFourBitThreads + 128, Tile::kShared);
+      blocks[size] = size * clusters_at_once(four_bit_tiles<F, kRows, kTiles>, size,
+                                             kFourBitThreads + 128, Tile::kShared);
     }
     return blocks;
   }();
   return found[parts];
 }
 
-// The cut that takes the least time, in steps of 128 outputs: by measurement on an H200 a step of 256 takes 1.85 of
-// them, and a block some more for its start and its end.
+// The cut that takes the least time, in steps of 128 outputs: by measurement on an H200 a step of 256 takes
+// 1.85 of them, and a block some more for its start and its end.
 template <FourBits F, int kRows, int kTiles>
 FourBitCut best_cut(const FourBitTileParams& p) {
   const int steps = p.k / kFourBitStep, outs = FourBitTile<F, kRows, kTiles>::kOuts;
@@ -120,11 +121,11 @@ cudaError_t launch_cut(FourBitTileParams p, const void* weight, const FourBitCut
 
 template <FourBits F, int kRows>
 cudaError_t launch_rows_of_tiles(const FourBitTileParams& p, const void* weight, cudaStream_t stream) {
-  constexpr int kThreads = 128;
-  const int blocks_of_x = (p.rows + kRows - 1) / kRows * kRows * (p.k / 32);
+  constexpr int kThreads = 128;  // of 32 columns each
+  const int rows = (p.rows + kRows - 1) / kRows * kRows;
   keep_shared_memory(arrange_rows<kRows>);
-  const cudaError_t raised = launch(arrange_rows<kRows>, dim3((blocks_of_x + kThreads - 1) / kThreads),
-                                    dim3(kThreads), 0, stream, p);
+  const cudaError_t raised =
+      launch(arrange_rows<kRows>, dim3(rows * (p.k / 32) / kThreads), dim3(kThreads), 0, stream, p);
   if (raised != cudaSuccess) return raised;
   const FourBitCut narrow = best_cut<F, kRows, 1>(p), wide = best_cut<F, kRows, 2>(p);
   if (narrow.parts == 0 || wide.parts == 0) return cudaErrorNotSupported;

@@ -1,6 +1,10 @@
 // The product of `four_bit_linear.cuh` for more rows, by Hopper's products of warpgroups: each of two makes
-// 64 kTiles outputs of up to kRows rows of x. Weights become bf16 in registers, rounded once with their scale,
-// and are the left operand. One thread copies steps of records and of x to shared memory.
+// 64 kTiles outputs of up to kRows rows of x. Weights become bf16 in registers and are the left operand. One
+// thread copies steps of records and of x to shared memory.
+//
+// Integers of wide groups, times up to 64 rows, are multiplied exactly, and their scale is applied to the
+// sum of a step, as in `four_bit_linear.cuh`. Of more rows, and with narrow groups, that would be more work than
+// to apply it to each weight, which is rounded to bf16 then.
 //
 // A kernel before arranges x: in the order in which words have their columns, as products read it. K may be
 // divided among the blocks of a cluster, which then add their sums up in a fixed order, each for some rows.
@@ -16,7 +20,7 @@ namespace trtspec {
 struct FourBitTileParams {
   const void* x;  // [rows, k] bf16
   int64_t x_stride;
-  char* arranged;       // by `arrange_rows`
+  char* arranged;       // by `arrange_rows`, kArrangedStep bytes for each row and step
   const float* scales;  // of rows, of NVFP4
   bf16* out;            // [rows, n]
   int64_t out_stride;
@@ -25,29 +29,31 @@ struct FourBitTileParams {
   bool adds;  // to what is there
 };
 
+constexpr int kArrangedRow = kFourBitStep * 2, kArrangedStep = kArrangedRow + 4;
 constexpr int kFourBitTeams = 2, kFourBitThreads = kFourBitTeams * 128;  // of the warpgroups that multiply
 constexpr int kFourBitCopyRegisters = 24, kFourBitRegisters = 240;
 
 template <FourBits F, int kRows, int kTiles>
 struct FourBitTile {
   static constexpr int kOuts = kFourBitTeams * 64 * kTiles, kRecords = kOuts / 8 * kFourBitRecord<F>;
-  static constexpr int kX = kRows * kFourBitStep * 2;
+  static constexpr int kX = kRows * kArrangedStep;
   static constexpr int kStage = (kX + kRecords + kTileBlockBytes - 1) / kTileBlockBytes * kTileBlockBytes;
   static constexpr int kStages = 224 * 1024 / kStage < 8 ? 224 * 1024 / kStage : 8;
   static constexpr int kShared = kStages * kStage + kTileBlockBytes;  // it begins at a multiple of a block
   static constexpr int kSumPitch = kOuts + 4;                         // floats
-  static_assert(kRows * kSumPitch * 4 <= kStages * kStage);
+  static_assert(kX % 128 == 0 && kRows * kSumPitch * 4 <= kStages * kStage);
+  static constexpr bool kIsExact = F == FourBits::kWide && kRows <= 64;
 };
 
-// x for products: [tiles of kRows rows, steps, halves of 64 columns, kRows, 128 bytes], the tiles of hopper.cuh. Of
-// 32 columns pair j of eight t becomes pair t of eight j. Rows that are not there are zeros.
+// x for products, [tiles of kRows rows, steps, bytes]: halves of 64 columns, [2, kRows, 128 bytes] as hopper.cuh
+// has tiles, then the sum of each row's columns. Of 32 columns pair j of eight t becomes pair t of eight j. Rows
+// that are not there are zeros. A thread has 32 columns of a row, a block 128 of them.
 template <int kRows>
 __global__ void arrange_rows(const __grid_constant__ FourBitTileParams p) {
   wait_for_previous();
   let_next_start();
   const int blocks = p.k / 32, item = blockIdx.x * blockDim.x + threadIdx.x;
-  const int block = item % blocks, row = item / blocks;  // 32 columns of a row
-  if (row >= (p.rows + kRows - 1) / kRows * kRows) return;
+  const int block = item % blocks, row = item / blocks;
   uint4 eights[4] = {};
   if (row < p.rows) {
     const bf16* const from = static_cast<const bf16*>(p.x) + row * p.x_stride + block * 32;
@@ -55,14 +61,24 @@ __global__ void arrange_rows(const __grid_constant__ FourBitTileParams p) {
     for (int t = 0; t < 4; ++t) eights[t] = reinterpret_cast<const uint4*>(from)[t];
   }
   const int r = row % kRows;
-  const int64_t half = static_cast<int64_t>(row / kRows) * (p.k / 64) + block / 2;
-  char* const to = p.arranged + (half * kRows + r) * kTileRowBytes;
+  const int64_t step = static_cast<int64_t>(row / kRows) * (p.k / kFourBitStep) + block / 4;
+  char* const of_step = p.arranged + step * kRows * kArrangedStep;
+  char* const to = of_step + (block / 2 % 2 * kRows + r) * kTileRowBytes;
+  float sum = 0.0f;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const uint32_t pair = word_of(eights[t], j);
+      sum += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xffff0000u);
+    }
     const int piece = (block % 2 * 4 + j) ^ r % 8;
     *reinterpret_cast<uint4*>(to + piece * 16) = make_uint4(word_of(eights[0], j), word_of(eights[1], j),
                                                             word_of(eights[2], j), word_of(eights[3], j));
   }
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+  if (block % 4 == 0) reinterpret_cast<float*>(of_step + kRows * kArrangedRow)[r] = sum;
 }
 
 // Integers' scale as the sum of two numbers in bf16, and 16 + their zero, twice each.
@@ -150,11 +166,49 @@ __device__ inline void write_rows(const FourBitTileParams& p, const FourBitPart&
   }
 }
 
+// What a warp reads of a stage: x, and the records of its two groups of each tile.
+template <FourBits F, int kRows, int kTiles>
+struct FourBitStage {
+  const char *x, *records;
+
+  __device__ const char* record(int i) const { return records + (i / 2 * 8 + i % 2) * kFourBitRecord<F>; }
+  __device__ const uint32_t* scales(int i, int g) const {
+    return reinterpret_cast<const uint32_t*>(record(i) + kFourBitCodes + g * kFourBitScales<F>);
+  }
+  // Of the step, for the rows that a thread has sums of.
+  __device__ float2 sum_of_x(int eight, int t) const {
+    return reinterpret_cast<const float2*>(x + kRows * kArrangedRow)[eight * 4 + t];
+  }
+};
+
+// Begins the products of 32 columns. widen(i, pairs) makes eight columns of group i's row.
+template <int kRows, int kTiles, typename Widen>
+__device__ inline void multiply_word(float (&sums)[kTiles][kRows / 2], const char* x, int word, Widen widen) {
+  uint32_t a[kTiles][2][4];
+#pragma unroll
+  for (int i = 0; i < 2 * kTiles; ++i) {
+    uint32_t pairs[4];
+    widen(i, pairs);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) a[i / 2][j / 2][j % 2 * 2 + i % 2] = pairs[j];
+  }
+  const uint64_t operand = tile_operand(x + word / 2 * kRows * kTileRowBytes);
+  products_begin();
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      product_with_columns(sums[tile], a[tile][half], moved(operand, (word % 2 * 2 + half) * 32));
+    }
+  }
+  products_commit();
+}
+
 template <FourBits F, int kRows, int kTiles>
 __global__ void __launch_bounds__(kFourBitThreads + 128, 1)
     four_bit_tiles(const __grid_constant__ FourBitTileParams p, const __grid_constant__ CUtensorMap weight) {
   using Tile = FourBitTile<F, kRows, kTiles>;
-  constexpr int kStages = Tile::kStages, kRecord = kFourBitRecord<F>, kScaleBytes = kFourBitScales<F>;
+  constexpr int kStages = Tile::kStages;
   constexpr bool kFloats = F == FourBits::kFloats, kNarrow = F == FourBits::kNarrow;
   extern __shared__ char anywhere[];
   __shared__ Barrier there[kStages], read[kStages];
@@ -162,8 +216,9 @@ __global__ void __launch_bounds__(kFourBitThreads + 128, 1)
       anywhere + (kTileBlockBytes - shared_address(anywhere) % kTileBlockBytes) % kTileBlockBytes;
   const auto cluster = cooperative_groups::this_cluster();
   const int parts = cluster.num_blocks(), begin = cluster.block_rank() * p.steps;
-  const FourBitPart part = {begin, min(p.steps, p.k / kFourBitStep - begin),
-                            static_cast<int>(blockIdx.x) / parts * Tile::kOuts, static_cast<int>(blockIdx.y) * kRows};
+  const int tile_of_outs = blockIdx.x / parts, tile_of_rows = blockIdx.y;
+  const FourBitPart part = {begin, min(p.steps, p.k / kFourBitStep - begin), tile_of_outs * Tile::kOuts,
+                            tile_of_rows * kRows};
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) there[i].init(1), read[i].init(kFourBitThreads / 32);
     fence_barriers();
@@ -172,7 +227,7 @@ __global__ void __launch_bounds__(kFourBitThreads + 128, 1)
   if (threadIdx.x >= kFourBitThreads) {
     keep_registers<kFourBitCopyRegisters>();
     if (threadIdx.x == kFourBitThreads) {
-      copy_steps<Tile>(p, part, blockIdx.y, weight, shared, there, read);
+      copy_steps<Tile>(p, part, tile_of_rows, weight, shared, there, read);
     }
     return;
   }
@@ -187,46 +242,62 @@ __global__ void __launch_bounds__(kFourBitThreads + 128, 1)
 #pragma unroll 1
   for (int step = 0, stage = 0, parity = 0; step < part.count; ++step) {
     there[stage].wait(parity);
-    char* const x = shared + stage * Tile::kStage;
-    const uint64_t operand = tile_operand(x);
-    auto record = [&](int i) { return x + Tile::kX + (group + i / 2 * 8 + i % 2) * kRecord; };
-    auto entries = [&](int i) {
-      return reinterpret_cast<const uint32_t*>(record(i) + kFourBitCodes + g * kScaleBytes);
-    };
+    const char* const x = shared + stage * Tile::kStage;
+    const FourBitStage<F, kRows, kTiles> of = {x, x + Tile::kX + group * kFourBitRecord<F>};
     uint4 codes[2 * kTiles];
 #pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) codes[i] = reinterpret_cast<const uint4*>(record(i))[lane];
-    FourBitScale scales[2 * kTiles];
+    for (int i = 0; i < 2 * kTiles; ++i) codes[i] = reinterpret_cast<const uint4*>(of.record(i))[lane];
+    if constexpr (Tile::kIsExact) {
+      float sums[kTiles][kRows / 2] = {};
 #pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      uint32_t a[kTiles][2][4];
-#pragma unroll
-      for (int i = 0; i < 2 * kTiles; ++i) {
-        uint32_t pairs[4];
-        if constexpr (kFloats) {
-          const uint32_t power = power_of_scale(entries(i)[word / 2], word % 2 * 2 + t / 2);
-          widen_floats(word_of(codes[i], word), power, pairs);
-        } else {
-          if (kNarrow || word == 0) scales[i] = scale_of(entries(i)[kNarrow ? word : 0]);
-          widen_scaled(word_of(codes[i], word), sixteen, scales[i], pairs);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) a[i / 2][j / 2][j % 2 * 2 + i % 2] = pairs[j];
+      for (int word = 0; word < 4; ++word) {
+        multiply_word<kRows, kTiles>(sums, x, word, [&](int i, uint32_t (&pairs)[4]) {
+          widen_integers(word_of(codes[i], word), sixteen, pairs);
+        });
+        if (word < 3) products_wait<1>();  // registers of numbers are free again
       }
-      products_begin();
+      FourBitGroup groups[2 * kTiles];
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
+      for (int i = 0; i < 2 * kTiles; ++i) groups[i] = group_of(of.scales(i, g)[0]);
+      float2 sums_of_x[kRows / 8];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int at = word / 2 * kRows * kTileRowBytes + (word % 2 * 2 + half) * 32;
-          product_with_columns(acc[tile], a[tile][half], moved(operand, at));
+      for (int c = 0; c < kRows / 8; ++c) sums_of_x[c] = of.sum_of_x(c, t);
+      products_wait<0>();
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) pin(sums[tile]);
+      __syncwarp();
+      if (lane == 0) read[stage].arrive();
+#pragma unroll
+      for (int c = 0; c < kRows / 8; ++c) {
+#pragma unroll
+        for (int i = 0; i < 2 * kTiles; ++i) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int at = c * 4 + i % 2 * 2 + j;
+            const float ones = j ? sums_of_x[c].y : sums_of_x[c].x;
+            acc[i / 2][at] =
+                fmaf(groups[i].scale, fmaf(groups[i].less, ones, sums[i / 2][at]), acc[i / 2][at]);
+          }
         }
       }
-      products_commit();
-      products_wait<1>();
-      if (word == 0 && before >= 0 && lane == 0) read[before].arrive();  // its last products have ended
+    } else {
+      FourBitScale scales[2 * kTiles];
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        multiply_word<kRows, kTiles>(acc, x, word, [&](int i, uint32_t (&pairs)[4]) {
+          if constexpr (kFloats) {
+            const uint32_t power = power_of_scale(of.scales(i, g)[word / 2], word % 2 * 2 + t / 2);
+            widen_floats(word_of(codes[i], word), power, pairs);
+          } else {
+            if (kNarrow || word == 0) scales[i] = scale_of(of.scales(i, g)[kNarrow ? word : 0]);
+            widen_scaled(word_of(codes[i], word), sixteen, scales[i], pairs);
+          }
+        });
+        products_wait<1>();
+        if (word == 0 && before >= 0 && lane == 0) read[before].arrive();  // its last products have ended
+      }
+      before = stage;
     }
-    before = stage;
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
   products_wait<0>();

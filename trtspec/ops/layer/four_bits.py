@@ -25,6 +25,7 @@ _NARROW, _OF_FLOATS = 16, 8  # bytes of a row's scales: of groups below `STEP`, 
 CODES = ROWS * STEP // 2  # bytes of a record's numbers
 TILE_ROWS = 32, 64, 128
 """Rows that a thread block multiplies at once."""
+_ARRANGED = 2 * STEP + 4  # bytes of a row in a step: bf16, and their sum
 MAX_ROWS = 512
 """More rows than this are cuBLAS's, with the weight made float before."""
 _FOLD = 2.0**8
@@ -164,7 +165,9 @@ def multiply(
     if out is None:
         out = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)
     tile = next((size for size in TILE_ROWS if rows <= size), TILE_ROWS[-1])
-    arranged = x.new_empty(-(-rows // tile), tile, columns)
+    arranged = torch.empty(
+        (-(-rows // tile), tile, columns // STEP * _ARRANGED), dtype=torch.uint8, device=x.device
+    )
     csrc.four_bit_tiles(x, weight.records, weight.row_scales, arranged, out, residual is not None)
     return out if bias is None else out.add_(bias)
 
