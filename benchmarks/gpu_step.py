@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from random_models import DFLASH_LAYERS, FOUR_BITS, PRESETS, Model, in_memory, load_config_file
+from random_models import DFLASH_LAYERS, PRESETS, QUANTIZATIONS, Model, in_memory, load_config_file
 from step_report import (
     Row,
     further_drafts,
@@ -95,8 +95,8 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     device = resolve_device(args.device)
     raw = load_config_file(args.config) if args.config else PRESETS[args.preset]
-    if args.quant in FOUR_BITS:
-        raw = {**raw, "quantization_config": FOUR_BITS[args.quant]}
+    if args.quant in QUANTIZATIONS:
+        raw = {**raw, "quantization_config": QUANTIZATIONS[args.quant]}
     longest = args.max_seq_len or _longest(args)
     model = Model(raw, longest, where=str(args.config or args.preset))
     report = header(args, device, longest)
@@ -196,7 +196,7 @@ def _engine(
                 dtype=args.kv_cache_dtype,
             ),
             attn_backend=args.attn_backend,
-            quant=None if args.quant in FOUR_BITS else args.quant,
+            quant=None if args.quant in QUANTIZATIONS else args.quant,
             cuda_graph_config=CudaGraphConfig(enable_autotuner=args.autotune),
         )
     yield llm
@@ -314,8 +314,9 @@ def _parse() -> argparse.Namespace:
         )
     parser.add_argument(
         "--quant",
-        choices=("fp8", *FOUR_BITS),
-        help="the target's layers in FP8, or as AWQ or NVFP4 has them; its lm_head is bfloat16",
+        choices=("fp8", *QUANTIZATIONS),
+        help="the target's layers in FP8 by rows, or as AWQ, NVFP4 or FP8 by blocks has them; its "
+        "lm_head is bfloat16",
     )
     parser.add_argument(
         "--draft-tokens",

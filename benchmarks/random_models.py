@@ -41,15 +41,18 @@ ITEM_SIZE = 2  # bytes of bfloat16, which all weights and keys are
 FP8_OF_HEADS = *PRODUCTS_OF_HEADS, "gate_proj", "up_proj", "experts"
 """What checkpoints call the weights that a quantised head has in FP8."""
 MAX_DRAFT_VOCAB = 32_000
-FOUR_BITS = {
+QUANTIZATIONS = {
     "int4": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
     "nvfp4": {
         "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
         "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}},
     },
+    "fp8-blocks": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
 }  # fmt: skip
-"""quantization_config of targets whose layers have weights of 4 bits."""
-BYTES_OF_WEIGHTS = {None: 2.0, "fp8": 1.0, "int4": 0.5 + 4 / 128, "nvfp4": 0.5 + 1 / 16}
+"""quantization_config of targets whose layers are quantised in the checkpoint."""
+BYTES_OF_WEIGHTS = {
+    None: 2.0, "fp8": 1.0, "fp8-blocks": 1 + 4 / 128, "int4": 0.5 + 4 / 128, "nvfp4": 0.5 + 1 / 16,
+}  # fmt: skip
 """With their scales, as a step reads them."""
 _QUANTIZED = "quantization_config"
 DFLASH_LAYERS = 5
@@ -267,8 +270,15 @@ class Checkpoint:
         if name == "d2t":  # draft token i is target token i * stride
             stride = self.config["vocab_size"] // shape[0]
             return torch.arange(shape[0]) * (stride - 1)
+        if f"{name}_scale_inv" in self.shapes:
+            generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+            return (
+                torch.empty(shape, device=device)
+                .normal_(generator=generator)
+                .to(torch.float8_e4m3fn)
+            )
         if dtype_of(name) not in ("BF16", "U8"):
-            return _four_bits(name, shape, torch.device(device))
+            return _packed(name, shape, torch.device(device))
         empty = torch.empty(shape, dtype=torch.bfloat16, device=device)
         if dtype_of(name) == "U8":
             generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
@@ -283,11 +293,16 @@ class Checkpoint:
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         return empty.normal_(0, shape[-1] ** -0.5, generator=generator)
 
+    def dtype(self, name: str) -> str:
+        """As safetensors names it."""
+        return "F8_E4M3" if f"{name}_scale_inv" in self.shapes else dtype_of(name)
+
 
 _DTYPES = {
     "d2t": "I64", "_blocks": "U8", "_scales": "U8",  # MXFP4's
     "qweight": "I32", "qzeros": "I32", ".scales": "F16",  # AWQ's
     "weight_packed": "U8", "weight_scale": "F8_E4M3", "weight_global_scale": "F32",  # NVFP4's
+    "weight_scale_inv": "F32",  # of FP8's blocks
 }  # fmt: skip
 
 
@@ -296,8 +311,8 @@ def dtype_of(name: str) -> str:
     return next((dtype for end, dtype in _DTYPES.items() if name.endswith(end)), "BF16")
 
 
-def _four_bits(name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """A tensor of AWQ or NVFP4, but for NVFP4's numbers: scales keep a vector's size."""
+def _packed(name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """A tensor of AWQ or NVFP4, but for its numbers, or FP8's scales: vectors keep their size."""
     if name.endswith("qweight"):
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         words = torch.empty(shape, dtype=torch.int32, device=device)
@@ -309,13 +324,15 @@ def _four_bits(name: str, shape: tuple[int, ...], device: torch.device) -> Tenso
     if name.endswith(".scales"):  # numbers less their zeros are some 4.6
         scale = (shape[0] * 128) ** -0.5 / 4.6
         return torch.full(shape, scale, dtype=torch.float16, device=device)
+    if name.endswith("weight_scale_inv"):
+        return torch.full(shape, (shape[1] * 128) ** -0.5, device=device)
     if name.endswith("weight_scale"):
         return torch.ones(shape, device=device).to(torch.float8_e4m3fn)
     return torch.full(shape, 3.0 * 4096**0.5, device=device)
 
 
-def _packed_in_four_bits(shapes: Shapes, kind: str) -> Shapes:
-    """The layers' products as AWQ or NVFP4 has them, where 128 divides their inputs."""
+def _quantized(shapes: Shapes, kind: str) -> Shapes:
+    """The layers' products as QUANTIZATIONS[kind] has them, where 128 divides their inputs."""
     found: Shapes = {}
     for name, shape in shapes.items():
         stem = name.removesuffix("weight")
@@ -323,7 +340,9 @@ def _packed_in_four_bits(shapes: Shapes, kind: str) -> Shapes:
             found[name] = shape
             continue
         out, columns = shape
-        if kind == "int4":
+        if kind == "fp8-blocks":
+            found |= {name: shape, f"{name}_scale_inv": (-(-out // 128), columns // 128)}
+        elif kind == "int4":
             found |= {
                 f"{stem}qweight": (columns, out // 8),
                 f"{stem}qzeros": (columns // 128, out // 8),
@@ -361,7 +380,7 @@ class Model:
     def target(self, num_mtp_layers: int = 0, is_packed: bool = True) -> Checkpoint:
         """The target, with MTP layers (DeepSeek's names) after its own.
 
-        is_packed: weights of 4 bits are, where the config says so.
+        is_packed: quantised weights are, where the config says so.
         """
         c = self.decoder
         with torch.device("meta"):
@@ -377,9 +396,9 @@ class Model:
         layer = _below(f"model.layers.{c.num_layers - 1}.", shapes)
         for i in range(c.num_layers, c.num_layers + num_mtp_layers):
             shapes |= self._mtp_layer(layer, f"model.layers.{i}.")
-        kind = next((k for k, of in FOUR_BITS.items() if of == self.raw.get(_QUANTIZED)), None)
+        kind = next((k for k, of in QUANTIZATIONS.items() if of == self.raw.get(_QUANTIZED)), None)
         if is_packed and kind is not None:
-            shapes = _packed_in_four_bits(shapes, kind)
+            shapes = _quantized(shapes, kind)
         return Checkpoint({**self.raw, "num_nextn_predict_layers": num_mtp_layers}, shapes)
 
     def _stack(self, name: str, count: int, rows: int, columns: int) -> Shapes:
@@ -579,7 +598,7 @@ def in_memory(
                 name,
                 path,
                 shape,
-                dtype_of(name),
+                checkpoint.dtype(name),
                 partial(checkpoint.tensor, name, device),
             )
             for name, shape in checkpoint.shapes.items()

@@ -646,31 +646,53 @@ void update_window(TensorView hidden, TensorView ids, TensorView last, TensorVie
       count, stream_of(hidden)));
 }
 
-// out [rows, n], with `adds` what the product is added to; room for x arranged [tiles, 32 | 64 | 128, bytes].
+// The parameters of a product of more rows. out [rows, n], with `adds` what the product is added to; room for x
+// arranged [tiles, 32 | 64 | 128, bytes].
+trtspec::WeightTileParams tile_params(const TensorView& x, const TensorView& room, const TensorView& out, bool adds) {
+  trtspec::WeightTileParams p = {};
+  p.x = x.data_ptr(), p.x_stride = x.stride(0), p.arranged = static_cast<char*>(room.data_ptr());
+  p.out = static_cast<trtspec::bf16*>(out.data_ptr()), p.out_stride = out.stride(0), p.adds = adds;
+  p.rows = static_cast<int>(x.size(0)), p.n = static_cast<int>(out.size(1)), p.k = static_cast<int>(x.size(1));
+  check(x.dtype().code == kDLBfloat && is_aligned(p.x) && p.x_stride % 8 == 0 && x.stride(1) == 1,
+        "rows in bfloat16, by 16 bytes");
+  check(p.k % trtspec::kWeightStep == 0 && p.n % 4 == 0, "columns by 128, outputs by 4");
+  check(is_dense(room) && room.size(0) * room.size(1) >= p.rows && room.dtype().bits == 8 &&
+            room.size(2) == p.k / trtspec::kWeightStep * trtspec::kArrangedStep && is_aligned(p.arranged),
+        "room for the tiles of rows, by 16 bytes");
+  check(out.size(0) == p.rows && out.dtype().code == kDLBfloat && out.stride(1) == 1 && p.out_stride % 4 == 0 &&
+            reinterpret_cast<uintptr_t>(p.out) % 8 == 0,
+        "a result in bfloat16, by 8 bytes");
+  return p;
+}
+
 void four_bit_tiles(TensorView x, TensorView weight, Optional<TensorView> scales, TensorView room, TensorView out,
                     bool adds) {
-  LinearParams p = {};
-  set_four_bits(p, weight, scales);
-  const int rows = static_cast<int>(x.size(0)), k = static_cast<int>(x.size(1));
-  const int tile_rows = static_cast<int>(room.size(1));
-  const int arranged = k / trtspec::kFourBitStep * trtspec::kArrangedStep;
-  check(x.dtype().code == kDLBfloat && is_aligned(x.data_ptr()) && x.stride(0) % 8 == 0 && x.stride(1) == 1,
-        "rows in bfloat16, by 16 bytes");
-  check(weight.size(1) * trtspec::kFourBitStep == k, "the weight's columns must be the inputs'");
-  check(is_dense(room) && room.size(0) * tile_rows >= rows && room.size(2) == arranged && room.dtype().bits == 8 &&
-            is_aligned(room.data_ptr()),
-        "room for the tiles of rows, by 16 bytes");
-  check(out.size(0) == rows && out.size(1) == p.n && out.dtype().code == kDLBfloat && out.stride(1) == 1 &&
-            out.stride(0) % 4 == 0 && reinterpret_cast<uintptr_t>(out.data_ptr()) % 8 == 0,
-        "a result in bfloat16, by 8 bytes");
-  if (rows == 0) return;
-  trtspec::FourBitTileParams tiles = {};
-  tiles.x = x.data_ptr(), tiles.x_stride = x.stride(0), tiles.arranged = static_cast<char*>(room.data_ptr());
-  tiles.scales = p.scales, tiles.out = static_cast<trtspec::bf16*>(out.data_ptr());
-  tiles.out_stride = out.stride(0), tiles.rows = rows, tiles.n = p.n, tiles.k = k, tiles.adds = adds;
-  check(by_form(p.record, [&](auto form) {
-    return trtspec::launch_four_bit_tiles<form.value>(tiles, p.weight, tile_rows, stream_of(x));
+  LinearParams of = {};
+  set_four_bits(of, weight, scales);
+  trtspec::WeightTileParams p = tile_params(x, room, out, adds);
+  check(weight.size(1) * trtspec::kWeightStep == p.k && of.n == p.n, "the weight must be of this size");
+  if (p.rows == 0) return;
+  p.scales = of.scales;
+  check(by_form(of.record, [&](auto form) {
+    return trtspec::launch_four_bit_tiles<form.value>(p, of.weight, static_cast<int>(room.size(1)), stream_of(x));
   }));
+}
+
+// weight [n, k] e4m3; scales [n, groups] float32, each of `group` columns.
+void fp8_tiles(TensorView x, TensorView weight, TensorView scales, int64_t group, TensorView room, TensorView out,
+               bool adds) {
+  trtspec::WeightTileParams p = tile_params(x, room, out, adds);
+  p.scales = static_cast<const float*>(scales.data_ptr());
+  check(is_dense(weight) && is_aligned(weight.data_ptr()) && weight.dtype().bits == 8 && weight.size(0) == p.n &&
+            weight.size(1) == p.k,
+        "a weight of this size, by 16 bytes");
+  check(group > 0 && group % trtspec::kWeightStep == 0, "groups of columns by 128");
+  p.group = static_cast<int>(group / trtspec::kWeightStep);
+  check(is_dense(scales) && scales.dtype().bits == 32 && scales.size(0) == p.n &&
+            scales.size(1) == (p.k + group - 1) / group,
+        "a scale in float32 for each group");
+  if (p.rows == 0) return;
+  check(trtspec::launch_fp8_tiles(p, weight.data_ptr(), static_cast<int>(room.size(1)), stream_of(x)));
 }
 
 void widen_four_bits(TensorView weight, Optional<TensorView> scales, TensorView out) {
@@ -688,6 +710,7 @@ void widen_four_bits(TensorView weight, Optional<TensorView> scales, TensorView 
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, linear);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(four_bit_tiles, four_bit_tiles);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_tiles, fp8_tiles);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(widen_four_bits, widen_four_bits);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_gated, linear_gated);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_rope, linear_rope);

@@ -52,7 +52,7 @@ pytestmark = [
 ]
 # (in, out): small and large weights; sizes that do not divide by tiles of 16, or by groups.
 SIZES = [(64, 24), (576, 960), (1536, 576), (192, 40), (4096, 1040), (2048, 4098), (14336, 512)]
-ROWS = [1, 3, 8, 9, 17, 32, 33, 130]
+ROWS = [1, 3, 8, 9, 17, 32, 33, 64, 100, 130, 260]
 
 
 def _linear(size: int, out: int, group: int | None, bias: bool = False) -> Linear:
@@ -97,7 +97,10 @@ def test_linear(group: int | None, size: tuple[int, int], served: list[str]) -> 
         out = fused.linear((x,), plain, residual=residual, in_place=True)
         assert out.data_ptr() == residual.data_ptr()
         _close(out, expected)
-    assert len(served) == 4 * (2 if group and size[0] == 14336 else 3)  # of up to 8 rows
+    in_tiles = group is not None and size[0] % 128 == 0 and size[1] % 4 == 0
+    few = 2 if group and size[0] == 14336 else 3  # of up to 8 rows
+    assert served.count("linear") == 4 * few
+    assert served.count("fp8_tiles") == 4 * in_tiles * (len(ROWS) - 1 - few)  # of up to 256
 
 
 @pytest.mark.parametrize("group", [None, 128])
@@ -110,7 +113,8 @@ def test_norms_with_an_offset(group: int | None, size: tuple[int, int], served: 
     for rows in (1, 5, 8, 9):
         x = _random(rows, size[0])
         _close(fused.linear((x,), layer, (norm,)), _product(_taken(x, layer, norm), layer))
-    assert served == ["linear"] * 3
+    in_tiles = group is not None and size[0] % 128 == 0
+    assert served == ["linear"] * 3 + ["fp8_tiles"] * in_tiles
 
 
 @pytest.mark.parametrize("group", [None, 128])

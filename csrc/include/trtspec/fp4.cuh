@@ -13,7 +13,7 @@
 // `ops/experts/fp4.py` writes them so.
 #pragma once
 
-#include "common.cuh"
+#include "pieces.cuh"
 
 namespace trtspec {
 
@@ -28,10 +28,6 @@ constexpr uint32_t kFp4Move = (1 << 12) + (1 << 7) + (1 << 2);
 __device__ inline uint32_t scale_fp4(uint32_t pair, uint32_t power) {
   asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(power));
   return pair;
-}
-
-__device__ inline uint32_t word_of(const uint4& v, int i) {
-  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
 __host__ __device__ constexpr int fp4_steps(int k) { return (k + kFp4Step - 1) / kFp4Step; }

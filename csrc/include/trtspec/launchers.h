@@ -10,6 +10,7 @@
 #include "expert_linear.cuh"
 #include "expert_tiles.cuh"
 #include "four_bit_tiles.cuh"
+#include "fp8_tiles.cuh"
 #include "markov_walk.cuh"
 #include "prompt_attention.cuh"
 #include "skinny_linear.cuh"
@@ -34,10 +35,11 @@ cudaError_t launch_fp8_linear(Epilogue epilogue, const LinearParams& params, cud
 template <FourBits F>
 cudaError_t launch_four_bits(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
 // Any number of rows of the same, in tiles of 32, 64 or 128. params.arranged has room for as many whole tiles;
-// params.steps is set there.
+// params.steps is set there. FP8 weights have scales of groups, [n, k / 128 / params.group].
 template <FourBits F>
-cudaError_t launch_four_bit_tiles(const FourBitTileParams& params, const void* weight, int tile_rows,
+cudaError_t launch_four_bit_tiles(const WeightTileParams& params, const void* weight, int tile_rows,
                                   cudaStream_t stream);
+cudaError_t launch_fp8_tiles(const WeightTileParams& params, const void* weight, int tile_rows, cudaStream_t stream);
 // Those weights in bf16, [n, k] at `out`.
 template <FourBits F>
 cudaError_t launch_widen(const LinearParams& params, cudaStream_t stream);

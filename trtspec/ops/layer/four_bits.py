@@ -2,7 +2,7 @@
 group of columns (AWQ, GPTQ), and NVFP4 (e2m1 with an e4m3 scale for each 16).
 
 Activations stay floats. `csrc/include/trtspec/four_bit_linear.cuh` has the product of few rows and
-the order in which numbers lie, `four_bit_tiles.cuh` that of more rows.
+the order in which numbers lie, `weight_tiles.py` that of more rows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ... import native
 from ..experts import fp4
+from . import weight_tiles
 
 ROWS, STEP = 8, 128  # rows and columns whose numbers lie together
 NVFP4_GROUP = 16
@@ -23,11 +24,6 @@ GROUPS = 32, 64
 """Of integers, columns that may share a scale; else a multiple of `STEP`."""
 _NARROW, _OF_FLOATS = 16, 8  # bytes of a row's scales: of groups below `STEP`, and of NVFP4
 CODES = ROWS * STEP // 2  # bytes of a record's numbers
-TILE_ROWS = 32, 64, 128
-"""Rows that a thread block multiplies at once."""
-_ARRANGED = 2 * STEP + 4  # bytes of a row in a step: bf16, and their sum
-MAX_ROWS = 512
-"""More rows than this are cuBLAS's, with the weight made float before."""
 _FOLD = 2.0**8
 """Kernels multiply NVFP4's numbers by 2^-8 times their scales: rows' scales make up for it."""
 
@@ -154,22 +150,15 @@ def multiply(
     Args:
         residual: [T, out], to which the product is added, in its memory; it is returned.
     """
-    csrc = native.kernels(x) if x.dtype == torch.bfloat16 else None
-    rows, columns = x.shape
-    if not 0 < rows <= MAX_ROWS or csrc is None:
+    csrc = native.kernels(x) if weight_tiles.takes(x) else None
+    if csrc is None:
         wide = widen(weight, x.dtype)
         return F.linear(x, wide, bias) if residual is None else residual.addmm_(x, wide.t())
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous()
-    out = residual
-    if out is None:
-        out = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)
-    tile = next((size for size in TILE_ROWS if rows <= size), TILE_ROWS[-1])
-    arranged = torch.empty(
-        (-(-rows // tile), tile, columns // STEP * _ARRANGED), dtype=torch.uint8, device=x.device
-    )
-    csrc.four_bit_tiles(x, weight.records, weight.row_scales, arranged, out, residual is not None)
-    return out if bias is None else out.add_(bias)
+
+    def launch(x: Tensor, room: Tensor, out: Tensor, adds: bool) -> None:
+        csrc.four_bit_tiles(x, weight.records, weight.row_scales, room, out, adds)
+
+    return weight_tiles.multiply(x, weight.shape[0], residual, bias, launch)
 
 
 def widen(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:

@@ -8,13 +8,15 @@ that row alone: text with and without speculation stays the same.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ... import native
 from ..launch.dispatch import kernels, twin
+from . import weight_tiles
 from .norm import Norm
 
 FP8 = torch.float8_e4m3fn
@@ -189,6 +191,12 @@ def multiply_floats(
     Args:
         residual: [T, out], to which the product is added, in its memory; it is returned.
     """
+    if (csrc := _tiles(x, weight, residual)) is not None:
+
+        def launch(x: Tensor, room: Tensor, out: Tensor, adds: bool) -> None:
+            csrc.fp8_tiles(x, weight.codes, weight.scales, weight.group, room, out, adds)
+
+        return weight_tiles.multiply(x, weight.codes.shape[0], residual, bias, launch)
     is_served = 0 < x.shape[0] <= MAX_ROWS and (weight.by_rows or weight.group % 32 == 0)
     triton = kernels("layer.triton_fp8", x) if is_served else None
     if triton is None:
@@ -196,3 +204,15 @@ def multiply_floats(
         return out if residual is None else residual.add_(out)
     out = triton.multiply_floats(x, weight, residual)
     return out if bias is None else out.add_(bias)
+
+
+def _tiles(x: Tensor, weight: Fp8Weight, residual: Tensor | None) -> Any:
+    """Returns the module with the kernel of `weight_tiles.py` if it serves these, else None."""
+    codes, scales, group = weight
+    if x.shape[0] > MAX_ROWS or not weight_tiles.takes(x):
+        return None
+    if group % weight_tiles.STEP or codes.shape[0] % 4:
+        return None
+    is_readable = codes.is_contiguous() and scales.is_contiguous() and codes.data_ptr() % 16 == 0
+    is_written = residual is None or (residual.stride(1) == 1 and residual.stride(0) % 4 == 0)
+    return native.kernels(x) if is_readable and is_written else None
