@@ -13,7 +13,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -262,6 +264,24 @@ def test_a_json_file_holds_what_json_prints(run, tmp_path, command, printed):
     assert out == expected if printed else "tok/s" in out
 
 
+def test_a_file_that_cannot_be_written_loses_nothing(run, monkeypatch, tmp_path):
+    """The old file stays, and stdout has the result."""
+    given = ["generate", "--prompt", "count", "--max-tokens", "4", "--json"]
+    _, expected, _ = run(*given)
+    (tmp_path / "old.json").write_text("old")
+
+    def full(self, text, **options):
+        with open(self, "w") as file:
+            file.write(text[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    code, out, err = run(*given, "--json-file", "old.json")
+    assert code == 1 and out == expected and "No space left" in err
+    assert [path.name for path in tmp_path.glob("*.json*")] == ["old.json"]
+    assert (tmp_path / "old.json").read_text() == "old"
+
+
 @pytest.mark.parametrize(
     ("file", "expected"), [("nowhere/x.json", "is not there"), (".", "is a directory")]
 )
@@ -399,6 +419,28 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(run, fake, monkeypatch, tmp_path)
     lines = (tmp_path / "t.csv").read_text().splitlines()[1:]
     assert {line.split(",")[0] for line in lines} == {"1"}
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_where_python_drops_exceptions_comes_again(run, fake, monkeypatch, number):
+    """As in the callbacks of weak references, which imports have many of."""
+
+    class Lost:
+        def __del__(self):
+            signal.raise_signal(number)
+
+    def generate_stream(self, *arguments, **options):
+        Lost()
+        time.sleep(30)
+
+    monkeypatch.setattr(fake, "generate_stream", generate_stream)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code, _, err = run("generate", "--prompt", "a")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert code == 128 + number
+    assert err.endswith("interrupted\n" if number == signal.SIGINT else "terminated\n")
 
 
 @pytest.mark.parametrize(

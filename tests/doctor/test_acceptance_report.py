@@ -477,6 +477,9 @@ def test_a_hot_target_does_not_make_a_head_dead() -> None:
     assert dead([group(5.0, 0)]) is None and dead([group(1.0, 4), group(5.0, 0)]) is None
     said = dead([group(5.0, 0), group(0.5, 3)])
     assert said is not None and "of 200 first drafts 3 were accepted (1.5%)" in said
+    assert dead([group(0.5, 50)], trained=0.7) is None
+    said = dead([group(0.5, 40)], trained=0.7)
+    assert said is not None and "at the end of the head's training it was 70%" in said
 
 
 def test_steps_without_a_draft_are_told_of(folder: Path, constant: Path) -> None:

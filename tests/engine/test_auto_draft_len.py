@@ -423,7 +423,8 @@ def test_acceptance_is_kept_for_the_next_engine(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[1]", '{"greedy": [0.5, 2.0]}', '{"other": []}', '{"greedy": 1}']
+    "text",
+    ["", "[1]", '{"greedy": [0.5, 2.0]}', '{"other": []}', '{"greedy": 1}', "[" * 10**5],
 )
 def test_a_broken_file_of_rates_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
@@ -796,6 +797,9 @@ def test_times_are_medians_then_follow() -> None:
         "[[1, true, false, 0, NaN, 0.0]]",
         "[[1, true, false, 0, Infinity, 0.0]]",
         "[[1e999, true, false, 0, 1.0, 0.0]]",
+        "[[4, true, false, -20, 0.1, 0.0]]",
+        "[[0, true, false, 1, 0.1, 0.0]]",
+        "[" * 10**5,
     ],
 )
 def test_a_broken_file_is_ignored(

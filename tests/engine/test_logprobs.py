@@ -77,6 +77,15 @@ def test_against_transformers(folder: Path, model: Any, mode: str, rule: str) ->
                 assert said.rank == 1 + int((row > row[other]).sum())
 
 
+def test_a_request_without_a_token_has_an_empty_list(folder: Path) -> None:
+    """None says that none were asked for."""
+    llm = engine(folder, None)
+    for asked, expected in ((1, []), (None, None)):
+        stream = llm.generate_stream([5, 6, 7], SamplingParams(max_tokens=3, logprobs=asked))
+        llm.abort(stream.request_id)
+        assert next(stream).outputs[0].logprobs == expected
+
+
 def test_rows_of_contexts_and_generations() -> None:
     logits = torch.randn(1 + 2 * 3, 11, generator=torch.Generator().manual_seed(0))
     tokens = torch.tensor([[4, -1, -1], [1, 2, -1], [7, 8, 9]], dtype=torch.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tiny_heads import eagle3_dir
 from trtspec import LLM, EagleDecodingConfig, NGramDecodingConfig, SamplingParams
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.config import DecodingBaseConfig
-from trtspec.executor.dead_drafter import DeadDrafterWatch, is_dead
+from trtspec.executor.dead_drafter import DeadDrafterWatch, complaint, is_dead
 from trtspec.metadata.mode import SpeculativeDecodingMode
 
 DEAD = "trtspec doctor --target"
@@ -47,6 +48,55 @@ def test_a_drafter_that_lives_is_left_alone(caplog: pytest.LogCaptureFixture) ->
 )
 def test_the_threshold_is_two_percent(proposed: int, accepted: int, expected: bool) -> None:
     assert is_dead(proposed, accepted) is expected
+
+
+@pytest.mark.parametrize(
+    ("accepted", "trained", "expected"),
+    [(25, 0.78, "78%"), (26, 0.78, None), (25, None, None), (1, 0.78, "dead"), (3, 0.06, None)],
+)
+def test_a_third_of_what_training_ended_with_is_the_least(
+    accepted: int, trained: float | None, expected: str | None
+) -> None:
+    found = complaint(100, accepted, trained)
+    assert (found is None) is (expected is None)
+    assert expected is None or expected in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("notes", "expected"),
+    [
+        ({"held_out_conditional": [0.9, 0.8]}, 0.9),
+        ({"held_out_conditional": None}, None),
+        ({"held_out_conditional": ["0.9"]}, None),
+        ({"held_out_conditional": [7.0]}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_what_training_ended_with_is_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, notes: object, expected: float | None
+) -> None:
+    """A fifth of the drafts is accepted, too few of a head that had 90 % of them."""
+    head = eagle3_dir(tmp_path, seed=3)
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps({**config, "training": notes}))
+    llm = LLM(
+        tiny_model_dir(tmp_path, seed=4),
+        EagleDecodingConfig(
+            max_draft_len=2, speculative_model=head, eagle3_layers_to_capture=[0, 1, 2]
+        ),
+        device="cpu",
+        dtype="float32",
+    )
+    watch = llm.executor.statistics.dead_drafter_watch
+    assert watch is not None and watch.trained == expected
+    llm.executor.forget_requests()
+    watch = llm.executor.statistics.dead_drafter_watch
+    assert watch is not None and watch.trained == expected
+    with caplog.at_level(logging.WARNING, logger="trtspec.executor.dead_drafter"):
+        watch.see([i % 5 == 0 for i in range(300)])
+    told = [text for text in caplog.messages if "at the end of the head's training" in text]
+    assert len(told) == (expected is not None)
 
 
 def test_only_heads_and_draft_models_are_watched() -> None:

@@ -178,7 +178,10 @@ def test_the_formats_of_a_head_are_one(target_dir: Path, tmp_path: Path) -> None
         ({"draft_vocab_size": 40}, {}, "drafts the target's whole vocabulary"),
         ({"architectures": ["DFlash2BeamDraftModel"]}, {}, "is a head of DFlash2BeamDraftModel"),
         ({}, {"projector_type": "domino"}, "projector_type 'domino'"),
+        ({}, {"projector_type": "domino"}, "Domino's recurrent correction"),
         ({}, {"lilicorr_enabled": True}, "LiLiCorr's transformer"),
+        ({"architectures": ["LiLiCorrDraftModel"]}, {}, "LiLiCorr's transformer"),
+        ({"speculators_model_type": "domino"}, {}, "Domino's recurrent correction"),
         (
             {},
             {"output_multiplier": "two"},

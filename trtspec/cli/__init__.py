@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import FrameType
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
+RETRY_SECONDS = 0.05
+_WEAK_FILES = "weakref.py", "_weakrefset.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _sigterm_is_ctrl_c(terminated):
             from .app import run
 
-            return run(list(sys.argv[1:] if argv is None else argv))
+            code = run(list(sys.argv[1:] if argv is None else argv))
+            return EXIT_TERMINATED if terminated.is_set() else code
     except KeyboardInterrupt:
         with suppress(OSError, AttributeError):  # stderr may be full, or closed and None
             sys.stderr.write("terminated\n" if terminated.is_set() else "interrupted\n")
@@ -43,8 +48,32 @@ def _sigterm_is_ctrl_c(terminated: threading.Event) -> Iterator[None]:
         terminated.set()
         signal.raise_signal(signal.SIGINT)
 
+    def hear(number: int, frame: FrameType | None) -> None:
+        if _loses_exceptions(frame):
+            again = threading.Timer(RETRY_SECONDS, os.kill, [os.getpid(), signal.SIGINT])
+            again.daemon = True
+            again.start()
+        else:
+            signal.default_int_handler(number, frame)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, hear)
     signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, before)
+
+
+def _loses_exceptions(frame: FrameType | None) -> bool:
+    """Whether Python drops what is raised here: in `__del__` and in callbacks of weak references,
+    which imports have many of."""
+    while frame is not None:
+        code = frame.f_code
+        is_of_imports = code.co_name == "cb" and "importlib" in code.co_filename
+        if code.co_name == "__del__" or is_of_imports or code.co_filename.endswith(_WEAK_FILES):
+            return True
+        frame = frame.f_back
+    return False

@@ -176,7 +176,7 @@ def _head_arguments(
     progress: Progress,
 ) -> dict[str, Any]:
     """Returns the arguments of a head's config: the head, its K, and where it drafts."""
-    from ..checkpoints.zoo import DRAFT_LENS, head_for
+    from ..checkpoints.zoo import DRAFT_LENS, HEADS, head_for
 
     head, is_vanilla = options.head, mode.is_mtp_vanilla()
     if head is None and not is_vanilla:
@@ -184,7 +184,9 @@ def _head_arguments(
         if head is not None:
             progress(f"drafting with {head}")
     if head is None and not config_class.target_may_hold_head:
-        raise CliError(f"{mode.name} needs a draft head: give --head DIR.")
+        others = [name for name, model in HEADS.items() if model == str(options.model)]
+        ready = f" The package has {', '.join(others)} for this model." if others else ""
+        raise CliError(f"{mode.name} needs a draft head: give --head DIR.{ready}")
     arguments: dict[str, Any] = {
         "speculative_model": head,
         "draft_window": options.draft_window,

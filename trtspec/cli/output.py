@@ -17,13 +17,20 @@ _OLD_SPELLING = "acceptance --json FILE is deprecated: write --json-file FILE."
 
 
 def write_json(options: JsonOptions, report: Mapping[str, Any]) -> None:
-    """Writes the object to where the options say, the file first."""
+    """Writes the object to where the options say. A file that cannot be written costs neither what
+    goes to stdout nor what was in the file."""
     line = json.dumps(report, allow_nan=False) + "\n"
-    if options.json_file is not None:
-        options.json_file.write_text(line, encoding="utf-8")
     if options.as_json:
         sys.stdout.write(line)
         sys.stdout.flush()
+    if options.json_file is not None:
+        path = options.json_file.resolve()
+        if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):
+            path.write_text(line, encoding="utf-8")  # a device, or nothing can lie beside it
+        else:
+            from ..utils import replace_text
+
+            replace_text(path, line)
 
 
 def check_writable(path: Path | None) -> None:

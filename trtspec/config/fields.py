@@ -53,7 +53,13 @@ def require_int(
 def require_quant(config: object) -> None:
     """Raises ConfigError unless the field `quant` is one of `QUANTS`, or None."""
     name = "quant"
-    check_choice(_label(config, name), getattr(config, name), QUANTS, or_none=True)
+    try:
+        check_choice(_label(config, name), getattr(config, name), QUANTS, or_none=True)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} Checkpoints that are quantised already (AWQ, GPTQ, NVFP4, FP8) need none: "
+            "they are read as they are."
+        ) from None
 
 
 def require_bool(config: object, name: str, or_none: bool = False) -> None:

@@ -68,6 +68,7 @@ class Admission:
             embeds=embeds,
             cache_salt=cache_salt,
             images=embeds.images if embeds is not None and reads_images_whole else (),
+            logprobs=None if params.logprobs is None else [],
             prompt_logprobs=None if params.prompt_logprobs is None else PromptLogprobs(),
         )
 

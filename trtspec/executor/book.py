@@ -96,9 +96,7 @@ class RequestBook:
         num_appended = len(output) - before
         if ends_grammar and num_appended == len(result.tokens):  # at the token limit too
             reason = "stop"
-        if result.logprobs is not None:
-            if request.logprobs is None:
-                request.logprobs = []
+        if request.logprobs is not None and result.logprobs is not None:
             request.logprobs += result.logprobs[:num_appended]
         if request.sources is not None:
             request.sources += result.sources[:num_appended]

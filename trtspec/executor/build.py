@@ -371,6 +371,12 @@ def _load_target(
         num_positions=num_positions,
         form=weight_form(engine.quant, device),
     )
+    if engine.quant is not None and not options.form.keeps_fp8:
+        logger.warning(
+            "quant=%r: %s multiplies no FP8, so weights are rounded to it and kept in %s. That "
+            "saves neither memory nor time here.",
+            engine.quant, device, dtype,
+        )  # fmt: skip
     try:
         model = load_decoder(directory, options, config.parallel)
     except torch.OutOfMemoryError as error:

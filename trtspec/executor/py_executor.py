@@ -30,7 +30,6 @@ from ..config import ExecutorConfig, UserProvidedDecodingConfig
 from ..errors import RequestError
 from .admission import Admission
 from .book import RequestBook
-from .dead_drafter import DeadDrafterWatch
 from .draft_lens.choose_draft_len import draft_len_of
 from .guide import Guide
 from .guided_batch import GuidedBatch
@@ -86,7 +85,9 @@ class PyExecutor:
         self.book = RequestBook(self.scheduler, saver)
         self.reader = StepReader(self.device)
         self.guide = Guide(target.config, self.forced_acceptance is not None)
-        self.statistics = Statistics(self.mode, self.max_draft_len)
+        head = getattr(runner.step.draft_model, "config", None)
+        trained = getattr(head, "trained_acceptance", None)
+        self.statistics = Statistics(self.mode, self.max_draft_len, trained)
         self._looked_up_before = 0
         self._draft_len = draft_len_of(runner)
         self.stop_check: StopCheck | None = None  # asked of every request
@@ -580,7 +581,7 @@ class PyExecutor:
         """
         self.reset_prefix_cache()
         self.reset_stats()
-        self.statistics.dead_drafter_watch = DeadDrafterWatch.for_mode(self.mode)
+        self.statistics.watch_anew()
         before, self._draft_len = self._draft_len, draft_len_of(self.runner)
         self._draft_len.take_runtime(before)
 

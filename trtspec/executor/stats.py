@@ -16,10 +16,21 @@ from .results import Applied, LaunchedStep, Outcomes
 class Statistics:
     """Totals since the engine started or `reset`, and the watch over a dead drafter."""
 
-    def __init__(self, mode: SpeculativeDecodingMode, max_draft_len: int):
+    def __init__(
+        self, mode: SpeculativeDecodingMode, max_draft_len: int, trained: float | None = None
+    ):
+        """
+        Args:
+            trained: the share of first drafts that was accepted at the end of a head's training.
+        """
         self.max_draft_len = max_draft_len
-        self.dead_drafter_watch = DeadDrafterWatch.for_mode(mode)
+        self._mode, self._trained = mode, trained
+        self.watch_anew()
         self.reset()
+
+    def watch_anew(self) -> None:
+        """Forgets what was seen of drafts."""
+        self.dead_drafter_watch = DeadDrafterWatch.for_mode(self._mode, self._trained)
 
     def reset(self, num_evicted: int = 0) -> None:
         """Begins anew.

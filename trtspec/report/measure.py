@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..data.acceptance_prompts import AcceptancePrompt, load_prompts
 from ..errors import ConfigError
-from ..executor.dead_drafter import DOCTOR, HOTTEST, is_dead
+from ..executor.dead_drafter import DOCTOR, HOTTEST, complaint
 from ..models.drafters.base import HeadConfig
 from .advice import Advice
 from .collect import Encode, Interrupted, Progress, Sample, collect_samples
@@ -165,7 +165,7 @@ def _report(llm: LLM, settings: dict[str, Any], samples: Sequence[Sample]) -> Ac
     ]
     warning = None
     if llm.mode.drafts_with_network() and not settings["forced_acceptance"]:
-        warning = dead(overall) or _undrafted(overall[0])
+        warning = dead(overall, _trained_acceptance(llm)) or _undrafted(overall[0])
         if warning is None and _may_take_window(llm):
             warning = fading(by_context, temperatures[0])
     return AcceptanceReport(
@@ -183,19 +183,23 @@ def _steps(
     ]
 
 
-def dead(overall: Sequence[Group]) -> str | None:
-    """Returns what to say if hardly any first draft was accepted at a temperature.
+def dead(overall: Sequence[Group], trained: float | None = None) -> str | None:
+    """Returns what to say if hardly any first draft was accepted at a temperature, or far fewer
+    than at the end of training.
 
     At a high one the target's choice is nearly uniform: it rejects the best drafter's drafts.
+
+    Args:
+        trained: the share of them at the end of training; None is not known.
     """
     for group in overall:
         proposed, accepted = group.acceptance.proposed[0], group.acceptance.accepted[0]
         if group.temperature > HOTTEST or proposed < MIN_TO_JUDGE:
             continue
-        if is_dead(proposed, accepted):
+        if (wrong := complaint(proposed, accepted, trained)) is not None:
             return (
                 f"of {proposed} first drafts {accepted} were accepted ({accepted / proposed:.1%}): "
-                f"the drafter looks dead. To find out why: {DOCTOR}"
+                f"{wrong}. To find out why: {DOCTOR}"
             )
     return None
 
@@ -214,12 +218,18 @@ def _undrafted(overall: Group) -> str | None:
 
 def _may_take_window(llm: LLM) -> bool:
     """Whether the drafter is a head that sees whole texts and could do without."""
+    config = _head_config(llm)
+    return config is not None and not config.draft_window and config.kind != "gemma4_assistant"
+
+
+def _trained_acceptance(llm: LLM) -> float | None:
+    config = _head_config(llm)
+    return None if config is None else config.trained_acceptance
+
+
+def _head_config(llm: LLM) -> HeadConfig | None:
     config = getattr(llm.executor.runner.step.draft_model, "config", None)
-    return (
-        isinstance(config, HeadConfig)
-        and not config.draft_window
-        and config.kind != "gemma4_assistant"
-    )
+    return config if isinstance(config, HeadConfig) else None
 
 
 def fading(by_context: Sequence[Group], temperature: float) -> str | None:

@@ -56,6 +56,12 @@ _RELATIVES = {
     "lilicorr_enabled": "LiLiCorr's transformer over candidates",
 }
 """Fields by which a head computes more than DFlash does."""
+_RELATIVE_NAMES = {
+    "lilicorr": "LiLiCorr's transformer over candidates",
+    "domino": "Domino's recurrent correction of logits",
+    "xpress": "XPress's refinement",
+}
+"""What such heads compute more, by what their names contain."""
 
 
 def default_target_layers(num_draft_layers: int, num_layers: int) -> tuple[int, ...]:
@@ -76,7 +82,7 @@ def is_dflash(raw: dict[str, Any]) -> bool:
     """Whether it is the config of a DFlash head or a relative of it."""
     kind = raw.get("speculators_model_type")
     if kind is not None:
-        return str(kind) in ("dflash", "dflash2", "dspark", "xpress")
+        return str(kind) in ("dflash", "dflash2", "dspark", *_RELATIVE_NAMES)
     named = any("DFlash" in name or "DSpark" in name for name in _architectures(raw))
     return named or "dflash_config" in raw
 
@@ -119,6 +125,8 @@ def parse_dflash(
         CheckpointError: a field is missing, or is not what it can be; another kind of head.
     """
     raw, where, asked = files.raw, files.config_path, request.layers_to_capture
+    if raw.get("speculators_model_type") in _RELATIVE_NAMES:
+        _refuse_relatives(raw, {}, "DFlash", where)
     inner, nested = _objects(raw, where)
     variant, speculators = _variant(raw, nested), raw.get("speculators_model_type")
     _refuse_relatives(raw, nested, variant, where)
@@ -137,13 +145,15 @@ def parse_dflash(
     layers, origin = _target_layers(fields, where, decoder.num_layers, target, asked)
     vocab = size_field(raw, "draft_vocab_size", decoder.vocab_size, where)
     extra: dict[str, Any] = {}
+    source = "speculators" if speculators else "z-lab's"
+    unused = ", without its confidence head" if fields.get("enable_confidence_head") else ""
     if variant == "DSpark":
         extra = _dspark_fields(fields, where)
     elif variant == "DFlash2":
         extra = _dflash2_fields(fields, decoder, block, vocab, where)
     return HeadConfig(
         kind="dspark" if variant == "DSpark" else "dflash",
-        format=f"{variant}, speculators format" if speculators else f"{variant}, z-lab's format",
+        format=f"{variant}, {source} format{unused}",
         decoder=decoder,
         target_hidden_size=size_field(fields, "target_hidden_size", decoder.hidden_size, where),
         draft_vocab_size=vocab,
@@ -245,6 +255,8 @@ def _refuse_relatives(
     projector = _projector(raw)
     if projector not in (None, variant.lower()):
         found.append(f"projector_type {projector!r}")
+    said = " ".join([str(kind), str(projector), *names]).lower()
+    found += [what for name, what in _RELATIVE_NAMES.items() if name in said]
     is_other = kind not in ("dflash", "dflash2", "dspark") or names[0] not in ARCHITECTURES
     if found or is_other:
         what = ", ".join(dict.fromkeys(found)) or kind

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from ...attention.torch_sdpa import TorchAttention
-from ...checks import MAX_SIZE, is_int
+from ...checks import MAX_SIZE, is_int, is_number
 from ...config import MAX_DRAFT_LEN
 from ...distributed.parallel import WHOLE
 from ...errors import CheckpointError
@@ -70,6 +71,7 @@ def read_head(
         files = _open(report.head_dir, stack)
         report.kind = kind_of(files, request.kind)
         config = report.kind.read(report, files, request, target)
+        config = replace(config, trained_acceptance=_trained_acceptance(files.raw))
         report.config = _with_window(config, files, request)
         _check_tensors(report, report.kind, report.config)
     except CheckpointError as error:
@@ -159,6 +161,15 @@ def _open(head_dir: Path, stack: ExitStack) -> HeadFiles:
     where = head_dir / "config.json"
     raw = read_json_object(where, "Point to the head's directory.")
     return HeadFiles(head_dir, raw, dequantized(sources, raw, where))
+
+
+def _trained_acceptance(raw: Mapping[str, Any]) -> float | None:
+    """Returns what share of first drafts was accepted at the end of training, if config.json says
+    so in the trainer's words. (The doctor speaks of numbers that make no sense.)"""
+    notes = raw.get("training")
+    rates = notes.get("held_out_conditional") if isinstance(notes, dict) else None
+    first = rates[0] if isinstance(rates, list) and rates else None
+    return float(first) if is_number(first) and 0 < first <= 1 else None
 
 
 def _with_window(config: HeadConfig, files: HeadFiles, request: HeadRequest) -> HeadConfig:

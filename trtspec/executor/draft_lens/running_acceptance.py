@@ -134,7 +134,9 @@ def load_rates(path: Path | None) -> dict[bool, list[float]]:
             raise ValueError("a share is outside of 0 … 1")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+    except (
+        OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError,
+    ) as error:  # fmt: skip
         logger.warning("%s holds no shares of accepted drafts and is ignored: %s", path, error)
         return {}
     return rates

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
+from ...config import MAX_DRAFT_LEN
 from ...utils import replace_text
 
 logger = logging.getLogger(__name__)
@@ -224,11 +225,13 @@ def _read(path: Path) -> dict[StepShape, dict[int, StepSeconds]]:
             seconds = StepSeconds(float(fixed), float(per_token))
             if not (min(seconds) >= 0 and 0 < sum(seconds) < inf):
                 raise ValueError(f"{fixed} and {per_token} seconds")
+            if size < 1 or not 0 <= draft_len <= MAX_DRAFT_LEN:
+                raise ValueError(f"{size} requests and {draft_len} drafts")
             shape = StepShape(int(size), bool(all_greedy), bool(is_guided))
             times.setdefault(shape, {})[int(draft_len)] = seconds
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, ArithmeticError) as error:
+    except (OSError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
         logger.warning("%s holds no step times and is ignored: %s", path, error)
         return {}
     return times

@@ -72,6 +72,7 @@ class HeadConfig:
     embedding_scale: float | None = None  # DFlash; None is the target's of a shared embedding
     context_embeddings: bool = False  # DFlash: a context row reads the token after it too
     draft_window: int = 0  # tokens that a layer sees at most; 0 is what the decoder says
+    trained_acceptance: float | None = None  # of first drafts, where the trainer wrote it down
 
 
 class HeadTarget(Protocol):
