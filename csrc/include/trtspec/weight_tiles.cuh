@@ -5,14 +5,15 @@
 // A kernel before arranges x: in the order in which weights have their columns, as products read it. K may be
 // divided among the blocks of a cluster, which then add their sums up in a fixed order, each for some rows.
 //
-// What weights are says a form (`four_bit_tiles.cuh`, `fp8_tiles.cuh`):
-//   kOutBytes                of an output in a step; kSwizzle: whether they lie as hopper.cuh has tiles
-//   kMostExactRows           up to so many weights are multiplied without their scale, and a step's sums get it
-//   column(u, t)             of lane t's uth eight columns of x, and mixed: the ith four pairs of these, of all lanes
-//   Codes, codes             what a lane has of an output of eight, for a step
-//   widen                    the uth eight columns of these in bf16
-//   Scale, scale             where products are exact, a step's; sums become scale * (sum + less * sum of x)
-//   last_scale               of an output's whole sum
+// A form says what weights are (`four_bit_tiles.cuh`, `fp8_tiles.cuh`):
+//   kOutBytes, copy              bytes of an output in a step, and how a step comes to shared memory
+//   column, mixed                where lane t's uth eight columns of x are; the ith pairs of these, of all lanes
+//   Codes, codes                 what a lane has of an output in a step
+//   kMostExactRows               to so many rows weights are multiplied without their scale
+//   Scale, scale, kHasZeros      then a step's sums become scale * (sum + less * sum of x), less with zeros alone
+//   Multiplier, set_multiplier   of more rows: what 32 columns of a weight are multiplied by
+//   widen                        eight columns in bf16, without a multiplier or with one
+//   last_scale                   of an output's whole sum
 #pragma once
 
 #include <cooperative_groups.h>
