@@ -27,10 +27,13 @@ from uncaptured import PaddedTorch, Uncaptured
 from trtspec import (
     LLM,
     DFlashDecodingConfig,
+    DraftTargetDecodingConfig,
+    DSparkDecodingConfig,
     EagleDecodingConfig,
     KvCacheConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
+    SADecodingConfig,
     SamplingParams,
 )
 from trtspec.config import DecodingBaseConfig
@@ -65,17 +68,27 @@ def _full_attention(folder: Path) -> Made:
     return target, config
 
 
-def _dflash(folder: Path) -> Made:
+def _block(
+    folder: Path, config: type[DFlashDecodingConfig] = DFlashDecodingConfig, **head: Any
+) -> Made:
     target = tiny_model_dir(folder, seed=1, num_hidden_layers=LAYERS)
-    config = DFlashDecodingConfig(
-        max_draft_len=K, speculative_model=dflash_dir(folder), target_layer_ids=[1, 3, 4], **AUTO
+    path = dflash_dir(folder, **head)
+    layers = [1, 3, 4]
+    return target, config(max_draft_len=K, speculative_model=path, target_layer_ids=layers, **AUTO)
+
+
+def _draft_model(folder: Path) -> Made:
+    config = DraftTargetDecodingConfig(
+        max_draft_len=K, speculative_model=tiny_model_dir(folder, seed=5), **AUTO
     )
-    return target, config
-
-
-def _ngram(folder: Path) -> Made:
-    config = NGramDecodingConfig(max_draft_len=K, min_matching_ngram_size=1, **AUTO)
     return one_layer_target(folder), config
+
+
+def _lookup(folder: Path, config: type[NGramDecodingConfig | SADecodingConfig]) -> Made:
+    made = config(max_draft_len=K, **AUTO)
+    if isinstance(made, NGramDecodingConfig):
+        made = replace(made, min_matching_ngram_size=1)
+    return one_layer_target(folder), made
 
 
 DRAFTERS: dict[str, Callable[[Path], Made]] = {
@@ -84,8 +97,12 @@ DRAFTERS: dict[str, Callable[[Path], Made]] = {
     "mtp_eagle": _mtp,
     "mtp_vanilla": lambda folder: _mtp(folder, use_mtp_vanilla=True),
     "full_attention": _full_attention,
-    "dflash": _dflash,
-    "ngram": _ngram,
+    "dflash": _block,
+    "dflash2": lambda folder: _block(folder, path={}),
+    "dspark": lambda folder: _block(folder, DSparkDecodingConfig, markov="vanilla"),
+    "draft_model": _draft_model,
+    "ngram": lambda folder: _lookup(folder, NGramDecodingConfig),
+    "sa": lambda folder: _lookup(folder, SADecodingConfig),
 }
 SHAPES: list[dict[str, Any]] = [
     {}, {}, {}, {"presence_penalty": 0.7}, {"frequency_penalty": 0.6, "repetition_penalty": 1.3},
