@@ -282,6 +282,22 @@ def test_a_file_that_cannot_be_written_loses_nothing(run, monkeypatch, tmp_path)
     assert (tmp_path / "old.json").read_text() == "old"
 
 
+def test_a_json_file_may_be_a_pipe_and_keeps_its_mode(run, tmp_path):
+    given = ["generate", "--prompt", "count", "--max-tokens", "4"]
+    _, expected, _ = run(*given, "--json")
+    old = tmp_path / "old.json"
+    old.write_text("old")
+    old.chmod(0o600)
+    (tmp_path / "link.json").symlink_to(old)
+    assert run(*given, "--json-file", "link.json")[0] == 0
+    assert old.read_text() == expected and old.stat().st_mode & 0o777 == 0o600
+    read, write = os.pipe()
+    assert run(*given, "--json-file", f"/dev/fd/{write}")[0] == 0
+    os.close(write)
+    with open(read) as pipe:
+        assert pipe.read() == expected
+
+
 @pytest.mark.parametrize(
     ("file", "expected"), [("nowhere/x.json", "is not there"), (".", "is a directory")]
 )
@@ -421,9 +437,13 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(run, fake, monkeypatch, tmp_path)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.parametrize("seconds", [30, 0])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_where_python_drops_exceptions_comes_again(run, fake, monkeypatch, number):
-    """As in the callbacks of weak references, which imports have many of."""
+def test_a_signal_where_python_drops_exceptions_is_heard(run, fake, monkeypatch, number, seconds):
+    """As in the callbacks of weak references, which imports have many of. It comes again, but not
+    after the command has ended."""
+
+    real = fake.generate_stream
 
     class Lost:
         def __del__(self):
@@ -431,16 +451,19 @@ def test_a_signal_where_python_drops_exceptions_comes_again(run, fake, monkeypat
 
     def generate_stream(self, *arguments, **options):
         Lost()
-        time.sleep(30)
+        time.sleep(seconds)
+        return real(self, *arguments, **options)
 
     monkeypatch.setattr(fake, "generate_stream", generate_stream)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code, _, err = run("generate", "--prompt", "a")
+        time.sleep(0.1)
     finally:
         signal.signal(signal.SIGINT, before)
     assert code == 128 + number
-    assert err.endswith("interrupted\n" if number == signal.SIGINT else "terminated\n")
+    if seconds:
+        assert err.endswith("interrupted\n" if number == signal.SIGINT else "terminated\n")
 
 
 @pytest.mark.parametrize(

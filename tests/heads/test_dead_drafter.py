@@ -95,8 +95,15 @@ def test_what_training_ended_with_is_compared(
     assert watch is not None and watch.trained == expected
     with caplog.at_level(logging.WARNING, logger="trtspec.executor.dead_drafter"):
         watch.see([i % 5 == 0 for i in range(300)])
+        assert not caplog.messages  # it may be one text of another kind
+        watch.see([i % 2 == 0 for i in range(300)])
+        for _ in range(4):
+            watch.see([i % 5 == 0 for i in range(300)])
     told = [text for text in caplog.messages if "at the end of the head's training" in text]
-    assert len(told) == (expected is not None)
+    assert len(told) == len(caplog.messages) == (expected is not None)
+    assert not watch.is_dead
+    watch.see([False] * 300)
+    assert watch.is_dead and "looks dead" in caplog.text
 
 
 def test_only_heads_and_draft_models_are_watched() -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -20,11 +20,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     terminated = threading.Event()
     try:
-        with _sigterm_is_ctrl_c(terminated):
+        with _sigterm_is_ctrl_c(terminated) as is_pending:
             from .app import run
 
             code = run(list(sys.argv[1:] if argv is None else argv))
-            return EXIT_TERMINATED if terminated.is_set() else code
+            if terminated.is_set():
+                return EXIT_TERMINATED
+            return EXIT_INTERRUPTED if is_pending() else code
     except KeyboardInterrupt:
         with suppress(OSError, AttributeError):  # stderr may be full, or closed and None
             sys.stderr.write("terminated\n" if terminated.is_set() else "interrupted\n")
@@ -32,8 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _sigterm_is_ctrl_c(terminated: threading.Event) -> Iterator[None]:
-    """Lets SIGTERM end the command as Ctrl-C does, so that what is measured or trained is kept.
+def _sigterm_is_ctrl_c(terminated: threading.Event) -> Iterator[Callable[[], bool]]:
+    """Yields what says whether a signal is still to come again.
+
+    Lets SIGTERM end the command as Ctrl-C does, so that what is measured or trained is kept.
 
     Not where the process ignores one of them: a shell's background jobs ignore Ctrl-C, and end at
     SIGTERM at once.
@@ -41,8 +45,9 @@ def _sigterm_is_ctrl_c(terminated: threading.Event) -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
     hears_ctrl_c = callable(signal.getsignal(signal.SIGINT))
     if not (is_main and hears_ctrl_c and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
-        yield
+        yield lambda: False
         return
+    retries: list[threading.Timer] = []
 
     def interrupt(*_: object) -> None:
         terminated.set()
@@ -53,6 +58,7 @@ def _sigterm_is_ctrl_c(terminated: threading.Event) -> Iterator[None]:
             again = threading.Timer(RETRY_SECONDS, os.kill, [os.getpid(), signal.SIGINT])
             again.daemon = True
             again.start()
+            retries.append(again)
         else:
             signal.default_int_handler(number, frame)
 
@@ -61,8 +67,10 @@ def _sigterm_is_ctrl_c(terminated: threading.Event) -> Iterator[None]:
         signal.signal(signal.SIGINT, hear)
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        yield lambda: any(again.is_alive() for again in retries)
     finally:
+        for again in retries:
+            again.cancel()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, before)
 

@@ -17,20 +17,32 @@ _OLD_SPELLING = "acceptance --json FILE is deprecated: write --json-file FILE."
 
 
 def write_json(options: JsonOptions, report: Mapping[str, Any]) -> None:
-    """Writes the object to where the options say. A file that cannot be written costs neither what
-    goes to stdout nor what was in the file."""
+    """Writes the object to where the options say. Where one place cannot be written, the other one
+    is, and an old file stays."""
     line = json.dumps(report, allow_nan=False) + "\n"
-    if options.as_json:
-        sys.stdout.write(line)
-        sys.stdout.flush()
-    if options.json_file is not None:
-        path = options.json_file.resolve()
-        if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):
-            path.write_text(line, encoding="utf-8")  # a device, or nothing can lie beside it
-        else:
-            from ..utils import replace_text
+    try:
+        if options.as_json:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+    finally:
+        if options.json_file is not None:
+            _write_file(options.json_file, line)
 
-            replace_text(path, line)
+
+def _write_file(path: Path, text: str) -> None:
+    """Writes a file as a whole; devices, pipes and what nothing can lie beside, in place."""
+    is_open = str(path.absolute()).startswith(("/dev/", "/proc/"))
+    is_old = path.exists()
+    if is_open or (is_old and not (path.is_file() and os.access(path.resolve().parent, os.W_OK))):
+        path.write_text(text, encoding="utf-8")
+        return
+    from ..utils import replace_text
+
+    mode = path.stat().st_mode if is_old else None
+    path = path.resolve()
+    replace_text(path, text)
+    if mode is not None:
+        path.chmod(mode)
 
 
 def check_writable(path: Path | None) -> None:

@@ -43,7 +43,8 @@ def complaint(proposed: int, accepted: int, trained: float | None) -> str | None
 
 
 class DeadDrafterWatch:
-    """Counts `window` first drafts or more, judges them, and starts again. Warns once.
+    """Counts `window` first drafts or more, judges them, and starts again. Warns once of a dead
+    drafter, and once of one that is worse than in training for two windows in a row.
 
     Args:
         trained: as of `complaint`.
@@ -51,7 +52,9 @@ class DeadDrafterWatch:
 
     def __init__(self, window: int = WINDOW, trained: float | None = None):
         self.window, self.trained = window, trained
-        self.has_warned = False
+        self.is_dead = False
+        self._has_warned = False  # of one that is worse than in training
+        self._was_worse = False  # in the window before
         self._proposed = self._accepted = 0
 
     @classmethod
@@ -63,15 +66,18 @@ class DeadDrafterWatch:
     def see(self, accepted: Sequence[bool]) -> None:
         """Counts first drafts that a step verified, of requests no hotter than `HOTTEST` and
         without a `logit_bias`."""
-        if self.has_warned:
+        if self.is_dead:
             return
         self._proposed += len(accepted)
         self._accepted += sum(accepted)
         if self._proposed < self.window:
             return
         wrong = complaint(self._proposed, self._accepted, self.trained)
-        if wrong is not None:
-            self.has_warned = True
+        self.is_dead = is_dead(self._proposed, self._accepted)
+        is_told = self.is_dead or (self._was_worse and not self._has_warned)
+        self._was_worse = wrong is not None
+        if wrong is not None and is_told:
+            self._has_warned = True
             share = 100 * self._accepted / self._proposed
             logger.warning(
                 "Of the last %d first drafts %d were accepted (%.1f %%): %s. The text is the "

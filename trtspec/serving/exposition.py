@@ -49,7 +49,7 @@ class EngineNow(NamedTuple):
             block_size=cache.page_size,
             num_preemptions=executor.statistics.num_preemptions,
             forced_acceptance=executor.forced_acceptance,
-            is_drafter_dead=watch is not None and watch.has_warned,
+            is_drafter_dead=watch is not None and watch.is_dead,
             num_graphs=0 if executor.graphs is None else executor.graphs.num_graphs,
         )
 

@@ -106,7 +106,8 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shar
   return launch_clusters(kernel, grid, 1, block, shared, stream, args...);
 }
 
-// How many clusters of `size` blocks run at once. The kernel's shared memory is allowed with this.
+// How many clusters of `size` blocks run at once on the current GPU. This sets how much shared memory the kernel
+// may have there.
 template <typename... Params>
 int clusters_at_once(void (*kernel)(Params...), int size, int threads, size_t shared) {
   cudaLaunchAttribute of_cluster = {};

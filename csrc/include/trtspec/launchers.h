@@ -35,7 +35,7 @@ cudaError_t launch_fp8_linear(Epilogue epilogue, const LinearParams& params, cud
 template <FourBits F>
 cudaError_t launch_four_bits(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
 // Any number of rows of the same, in tiles of 32, 64 or 128. params.arranged has room for as many whole tiles;
-// params.steps is set there. FP8 weights have scales of groups, [n, k / 128 / params.group].
+// params.steps is set there. FP8 weights have scales of groups, [n, ceil(k / 128 / params.group)].
 template <FourBits F>
 cudaError_t launch_four_bit_tiles(const WeightTileParams& params, const void* weight, int tile_rows,
                                   cudaStream_t stream);

@@ -187,6 +187,7 @@ __device__ inline void write_rows(const WeightTileParams& p, const WeightPart& p
 template <typename Form, int kRows, int kTiles>
 __global__ void __launch_bounds__(kWeightThreads + 128, 1)
     weight_tiles(const __grid_constant__ WeightTileParams p, const __grid_constant__ CUtensorMap weight) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Tile = WeightTile<Form, kRows, kTiles>;
   constexpr int kStages = Tile::kStages;
   extern __shared__ char anywhere[];
@@ -234,6 +235,8 @@ __global__ void __launch_bounds__(kWeightThreads + 128, 1)
         scales[i] = Form::scale(p, weights, eight(i), g, part.first_out, part.begin + step);
       }
       float sums[kTiles][kRows / 2] = {};
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) pin(sums[tile]);
 #pragma unroll
       for (int u = 0; u < 4; ++u) {
         multiply_columns<kRows, kTiles>(
@@ -286,6 +289,7 @@ __global__ void __launch_bounds__(kWeightThreads + 128, 1)
   }
   write_rows<Tile, kRows>(p, part, cluster, sums);
   if (parts > 1) cluster.sync();  // others may still be reading this block's sums
+#endif
 }
 
 }  // namespace trtspec

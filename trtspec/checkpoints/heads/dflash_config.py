@@ -83,7 +83,8 @@ def is_dflash(raw: dict[str, Any]) -> bool:
     kind = raw.get("speculators_model_type")
     if kind is not None:
         return str(kind) in ("dflash", "dflash2", "dspark", *_RELATIVE_NAMES)
-    named = any("DFlash" in name or "DSpark" in name for name in _architectures(raw))
+    kinds = "dflash", "dspark", *_RELATIVE_NAMES
+    named = any(kind in name.lower() for name in _architectures(raw) for kind in kinds)
     return named or "dflash_config" in raw
 
 
@@ -125,7 +126,7 @@ def parse_dflash(
         CheckpointError: a field is missing, or is not what it can be; another kind of head.
     """
     raw, where, asked = files.raw, files.config_path, request.layers_to_capture
-    if raw.get("speculators_model_type") in _RELATIVE_NAMES:
+    if str(raw.get("speculators_model_type")) in _RELATIVE_NAMES:
         _refuse_relatives(raw, {}, "DFlash", where)
     inner, nested = _objects(raw, where)
     variant, speculators = _variant(raw, nested), raw.get("speculators_model_type")

@@ -150,7 +150,7 @@ def multiply(
     Args:
         residual: [T, out], to which the product is added, in its memory; it is returned.
     """
-    csrc = native.kernels(x) if weight_tiles.takes(x) else None
+    csrc = weight_tiles.kernels(x, residual)
     if csrc is None:
         wide = widen(weight, x.dtype)
         return F.linear(x, wide, bias) if residual is None else residual.addmm_(x, wide.t())

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import native
 from ..launch.dispatch import kernels, twin
 from . import weight_tiles
 from .norm import Norm
@@ -209,10 +208,7 @@ def multiply_floats(
 def _tiles(x: Tensor, weight: Fp8Weight, residual: Tensor | None) -> Any:
     """Returns the module with the kernel of `weight_tiles.py` if it serves these, else None."""
     codes, scales, group = weight
-    if x.shape[0] > MAX_ROWS or not weight_tiles.takes(x):
-        return None
-    if group % weight_tiles.STEP or codes.shape[0] % 4:
+    if x.shape[0] > MAX_ROWS or group % weight_tiles.STEP or codes.shape[0] % 4:
         return None
     is_readable = codes.is_contiguous() and scales.is_contiguous() and codes.data_ptr() % 16 == 0
-    is_written = residual is None or (residual.stride(1) == 1 and residual.stride(0) % 4 == 0)
-    return native.kernels(x) if is_readable and is_written else None
+    return weight_tiles.kernels(x, residual) if is_readable else None

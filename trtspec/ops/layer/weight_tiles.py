@@ -6,9 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ... import native
 
 STEP = 128  # columns that are multiplied at once
 TILE_ROWS = 32, 64, 128
@@ -21,10 +25,27 @@ Launch = Callable[[Tensor, Tensor, Tensor, bool], None]
 """x, room for it arranged, the result, whether the product is added to what is there -> nothing."""
 
 
-def takes(x: Tensor) -> bool:
-    """Whether x [T, in] is of a number of rows, a size and a dtype that the kernel takes."""
+def kernels(x: Tensor, residual: Tensor | None) -> Any:
+    """Returns the module with the kernel if it serves these sizes, dtypes and this GPU, else None.
+
+    Args:
+        x: [T, in]. residual: [T, out], or None.
+    """
     rows, columns = x.shape
-    return 0 < rows <= MAX_ROWS and columns % STEP == 0 and x.dtype == torch.bfloat16
+    if not 0 < rows <= MAX_ROWS or columns % STEP or x.dtype != torch.bfloat16:
+        return None
+    if residual is not None and not _is_written(residual):
+        return None
+    return native.kernels(x) if x.is_cuda and _is_hopper(x.device) else None
+
+
+def _is_written(out: Tensor) -> bool:
+    return out.stride(1) == 1 and out.stride(0) % 4 == 0 and out.data_ptr() % 8 == 0
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def multiply(
@@ -33,11 +54,11 @@ def multiply(
     """Returns a product [T, outputs] plus bias.
 
     Args:
-        x: [T, in], as `takes` asks for.
+        x: [T, in], for which there are `kernels`.
         residual: [T, outputs], to which the product is added, in its memory; it is returned.
     """
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous()
+        x = x.clone(memory_format=torch.contiguous_format)  # of one row, too
     rows, columns = x.shape
     out = residual
     if out is None:
