@@ -33,7 +33,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from random_models import DFLASH_LAYERS, PRESETS, QUANTIZATIONS, Model, in_memory, load_config_file
+from random_models import (
+    DFLASH_LAYERS,
+    MASKED,
+    PRESETS,
+    QUANTIZATIONS,
+    Model,
+    in_memory,
+    load_config_file,
+)
 from step_report import (
     Row,
     further_drafts,
@@ -51,6 +59,7 @@ from trtspec import (
     LLM,
     CudaGraphConfig,
     DFlashDecodingConfig,
+    DSparkDecodingConfig,
     EagleDecodingConfig,
     KvCacheConfig,
     MTPDecodingConfig,
@@ -71,6 +80,7 @@ DRAFTERS = {
     "mtp": "mtp",
     "dflash": "dflash",
     "dflash2": "dflash2",
+    "dspark": "dspark",
     "ngram": "",
     "sa": "",
 }
@@ -156,10 +166,9 @@ def _engine(
             eagle3_one_model=mode != "eagle3",
             quant=args.draft_quant,
         )
-    elif kind in ("dflash", "dflash2"):
-        config = DFlashDecodingConfig(
-            max_draft_len=k, speculative_model=head_dir, quant=args.draft_quant, **among
-        )
+    elif kind in MASKED:
+        named = DSparkDecodingConfig if kind == "dspark" else DFlashDecodingConfig
+        config = named(max_draft_len=k, speculative_model=head_dir, quant=args.draft_quant, **among)
     elif kind == "mtp":
         config = MTPDecodingConfig(
             num_nextn_predict_layers=k,
@@ -176,8 +185,8 @@ def _engine(
     checkpoints = {target_dir: model.target(num_mtp_layers)}
     if kind == "eagle3":
         checkpoints[head_dir] = model.eagle3_head()
-    if kind in ("dflash", "dflash2"):
-        checkpoints[head_dir] = model.dflash_head(k + 1, kind)
+    if kind in MASKED:
+        checkpoints[head_dir] = model.dflash_head(k if kind == "dspark" else k + 1, kind)
     largest = max(args.batch)
     with (
         in_memory(checkpoints, resolve_device(args.device)),
@@ -263,7 +272,7 @@ def _measure(
             "forced_acceptance": llm.stats().forced_acceptance,
         }
         kind = DRAFTERS[mode]
-        blocks = dict.fromkeys(("dflash", "dflash2"), DFLASH_LAYERS)
+        blocks = dict.fromkeys(MASKED, DFLASH_LAYERS)
         layers_that_attend = {"": 0, **blocks}.get(kind, k)
         bytes_read = {
             "target_weights": model.target_weight_bytes(batch * (k + 1), args.quant),

@@ -57,6 +57,8 @@ BYTES_OF_WEIGHTS = {
 _QUANTIZED = "quantization_config"
 DFLASH_LAYERS = 5
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+DSPARK = {"markov_rank": 256, "markov_head_type": "vanilla", "sample_from_anchor": True}
+MASKED = "dflash", "dflash2", "dspark"  # kinds of heads that draft a block in one pass
 
 
 def _llama(
@@ -442,7 +444,7 @@ class Model:
     def dflash_head(self, block_size: int, kind: str = "dflash") -> Checkpoint:
         """Five layers of the target's sizes, Qwen3's kind, and the target's lm_head.
 
-        kind: "dflash", or "dflash2" with its public heads' sizes.
+        kind: of `MASKED`; with its public heads' sizes. A DSpark block has as many rows as drafts.
         """
         c, size = self.decoder, self.decoder.hidden_size
         count = min(DFLASH_LAYERS, max(1, c.num_layers - 3))
@@ -475,6 +477,10 @@ class Model:
             config["architectures"] = ["DFlash2DraftModel"]
             config["dflash_config"] |= DFLASH2
             shapes |= self._dflash2_parts(count)
+        if kind == "dspark":
+            config |= {"architectures": ["DSparkDraftModel"], **DSPARK}
+            for name in ("markov_w1", "markov_w2"):
+                shapes[f"markov_head.{name}.weight"] = (c.vocab_size, DSPARK["markov_rank"])
         return Checkpoint(config, shapes)
 
     def _dflash2_parts(self, count: int) -> Shapes:
@@ -512,14 +518,17 @@ class Model:
         self, kind: str, num_passes: int, batch: int, is_fp8: bool = False, num_tokens: int = 0
     ) -> float:
         """Of all passes of a step, with one row for a request in each. kind: "eagle3", "mtp",
-        "dflash", "dflash2", or anything else for no drafter. `is_fp8`: `PRODUCTS_OF_HEADS` are.
+        of `MASKED`, or anything else for no drafter. `is_fp8`: `PRODUCTS_OF_HEADS` are.
         `num_tokens`: that are drafted by the target's lm_head; 0 is all."""
         c = self.decoder
         item_size = 1 if is_fp8 else ITEM_SIZE
         ends = (num_tokens or c.vocab_size) * c.hidden_size * item_size
-        if kind in ("dflash", "dflash2"):  # one pass, and keys and values of the context
+        if kind in MASKED:  # one pass, and keys and values of the context
             shapes = self.dflash_head(num_passes + 1, kind).shapes
-            shapes = {n: s for n, s in shapes.items() if "codebook" not in n}  # a few rows of it
+            rows_alone = "codebook", "markov_w1"  # a few rows of these are read
+            shapes = {n: s for n, s in shapes.items() if not any(part in n for part in rows_alone)}
+            walked = {n: s for n, s in shapes.items() if "markov_w2" in n}  # once for each draft
+            ends += self._bytes(walked, batch) * (num_passes - 1)
             context = {n: s for n, s in shapes.items() if "k_proj" in n or "v_proj" in n}
             return self._bytes(shapes, batch, is_fp8) + self._bytes(context, batch) + ends
         if kind == "mtp":

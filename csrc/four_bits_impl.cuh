@@ -71,12 +71,7 @@ cudaError_t launch_four_bit_tiles(const WeightTileParams& p, const void* weight,
                        {kWords, 1, outs / 8},
                        CU_TENSOR_MAP_SWIZZLE_NONE};
   };
-  switch (tile_rows) {
-    case 32: return launch_weight_tiles<Form, 32, 2>(p, records, stream);
-    case 64: return launch_weight_tiles<Form, 64, 2>(p, records, stream);
-    case 128: return launch_weight_tiles<Form, 128, 2>(p, records, stream);
-  }
-  return cudaErrorInvalidValue;
+  return launch_weight_tiles<Form>(p, records, tile_rows, stream);
 }
 
 template <FourBits F>

@@ -14,12 +14,7 @@ cudaError_t launch_fp8_tiles(const WeightTileParams& p, const void* weight, int 
                        {kWeightStep, 1, outs},
                        CU_TENSOR_MAP_SWIZZLE_128B};
   };
-  switch (tile_rows) {
-    case 32: return launch_weight_tiles<Fp8Form, 32, 2>(p, codes, stream);
-    case 64: return launch_weight_tiles<Fp8Form, 64, 2>(p, codes, stream);
-    case 128: return launch_weight_tiles<Fp8Form, 128, 1>(p, codes, stream);
-  }
-  return cudaErrorInvalidValue;
+  return launch_weight_tiles<Fp8Form>(p, codes, tile_rows, stream);
 }
 
 }  // namespace trtspec

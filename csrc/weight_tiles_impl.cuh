@@ -66,9 +66,8 @@ cudaError_t launch_cut(WeightTileParams p, const Weight& weight, const WeightCut
   return launch_clusters(kernel, grid, cut.parts, dim3(kWeightThreads + 128), Tile::kShared, stream, p, map);
 }
 
-// kMostTiles: 1, or 2 where registers have room for twice the outputs.
-template <typename Form, int kRows, int kMostTiles, typename Weight>
-cudaError_t launch_weight_tiles(const WeightTileParams& p, const Weight& weight, cudaStream_t stream) {
+template <typename Form, int kRows, typename Weight>
+cudaError_t launch_tiles_of(const WeightTileParams& p, const Weight& weight, cudaStream_t stream) {
   int device = 0, generation = 0;
   cudaError_t raised = cudaGetDevice(&device);
   if (raised == cudaSuccess) {
@@ -83,11 +82,23 @@ cudaError_t launch_weight_tiles(const WeightTileParams& p, const Weight& weight,
   if (raised != cudaSuccess) return raised;
   const WeightCut narrow = best_cut<Form, kRows, 1>(p, device);
   if (narrow.parts == 0) return cudaErrorNotSupported;
-  if constexpr (kMostTiles == 2) {
+  if constexpr (kRows < 128 || Form::kTilesOf128 == 2) {
     const WeightCut wide = best_cut<Form, kRows, 2>(p, device);
     if (wide.parts > 0 && wide.time < narrow.time) return launch_cut<Form, kRows, 2>(p, weight, wide, stream);
   }
   return launch_cut<Form, kRows, 1>(p, weight, narrow, stream);
+}
+
+// tile_rows: 32, 64 or 128. p.arranged has room for a multiple of it.
+template <typename Form, typename Weight>
+cudaError_t launch_weight_tiles(const WeightTileParams& p, const Weight& weight, int tile_rows,
+                                cudaStream_t stream) {
+  switch (tile_rows) {
+    case 32: return launch_tiles_of<Form, 32>(p, weight, stream);
+    case 64: return launch_tiles_of<Form, 64>(p, weight, stream);
+    case 128: return launch_tiles_of<Form, 128>(p, weight, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace trtspec

@@ -40,6 +40,12 @@ def kernels(x: Tensor) -> Any:
 
 
 @cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a CUDA device is of Hopper's generation, whose warpgroups multiply together."""
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
 def _load(device: int) -> Any:
     capability = torch.cuda.get_device_capability(device)
     if capability[0] not in GENERATIONS:

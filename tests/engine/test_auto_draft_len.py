@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from drafting import make_case
 from matrix import spread, thinned
 from perfect import one_layer_target, perfect_eagle3
@@ -491,17 +490,14 @@ def test_by_default_it_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_the_default_where_that_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chooses(config: Any, device: str = "cuda", size: int = 1, head: str = HEAD) -> bool:
-        parallel = SimpleNamespace(size=size)
+    def chooses(config: Any, size: int = 1, head: str = HEAD) -> bool:
         target: Any = SimpleNamespace(
-            options=SimpleNamespace(device=torch.device(device)),
-            config=SimpleNamespace(parallel=parallel),
+            config=SimpleNamespace(parallel=SimpleNamespace(size=size)),
         )
         return may_choose(config, resolve_head(head), target)
 
     eagle = EagleDecodingConfig(speculative_model=HEAD)
     assert chooses(eagle)
-    assert not chooses(eagle, device="cpu")
     assert not chooses(eagle, size=2)
     assert not chooses(eagle, head="elsewhere/smollm2-135m-eagle3")
     for fields in (
@@ -515,28 +511,24 @@ def test_it_is_the_default_where_that_is_safe(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_suffix_lookup_chooses_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where its K is the default, 16, on one GPU."""
+    """Where its K is the default, 16, on one device."""
 
-    def load(config: SADecodingConfig, device: str = "cuda", size: int = 1) -> LoadedDrafter:
+    def load(config: SADecodingConfig, size: int = 1) -> LoadedDrafter:
         parallel = SimpleNamespace(size=size)
-        target: Any = SimpleNamespace(
-            options=SimpleNamespace(device=torch.device(device)),
-            config=SimpleNamespace(parallel=parallel, vocab_size=9),
-        )
+        target: Any = SimpleNamespace(config=SimpleNamespace(parallel=parallel, vocab_size=9))
         return drafters.drafter_loader(config).load(target)
 
     chosen = load(SADecodingConfig(match_decay=0.5))
     assert chosen.chooses_by_default and chosen.config is not None
     assert chosen.config == SADecodingConfig(match_decay=0.5, draft_len_schedule="auto")
     monkeypatch.setenv("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "0")
-    for config, device, size in (
-        (SADecodingConfig(max_draft_len=8), "cuda", 1),
-        (SADecodingConfig(draft_len_schedule={4: 2}), "cuda", 1),
-        (SADecodingConfig(max_verified_drafts=8), "cuda", 1),
-        (SADecodingConfig(), "cpu", 1),
-        (SADecodingConfig(), "cuda", 2),
+    for config, size in (
+        (SADecodingConfig(max_draft_len=8), 1),
+        (SADecodingConfig(draft_len_schedule={4: 2}), 1),
+        (SADecodingConfig(max_verified_drafts=8), 1),
+        (SADecodingConfig(), 2),
     ):
-        kept = load(config, device, size)
+        kept = load(config, size)
         assert kept.config == config and not kept.chooses_by_default
 
 

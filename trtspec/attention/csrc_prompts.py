@@ -7,7 +7,6 @@ which no other GPU has (csrc/include/trtspec/prompt_attention.cuh). Triton's ker
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -57,14 +56,9 @@ def module_for(queries: Queries, cached: CachedLayer, layer: Layer) -> Any:
         return None
     if any(x.dtype != q.dtype for x in (k, v, *(() if sinks is None else (sinks,)))):
         return None
-    if not (_is_hopper(q.device) and all(is_readable(x) for x in (q, k, v))):
+    if not (native.is_hopper(q.device) and all(is_readable(x) for x in (q, k, v))):
         return None
     return native.kernels(q)
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def attend(

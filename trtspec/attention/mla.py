@@ -9,7 +9,6 @@ is a group of its own; contexts are not.
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import native
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..ops.launch.machine import MULTIPROCESSORS
@@ -200,7 +200,7 @@ class LatentBlocks(NamedTuple):
 def _blocks(q: Tensor, layer: Layer, rows: int) -> LatentBlocks:
     """Returns the blocks for `rows` rows that see the same keys."""
     block_m = _block_m(q, rows * layer.per_kv)
-    block_n = 16 if q.dtype == torch.float32 else 64 if _is_hopper(q.device) else 32
+    block_n = 16 if q.dtype == torch.float32 else 64 if _has_room(q.device) else 32
     if layer.CODES and block_m < MAX_TILE:  # or too much would spill
         block_n = min(block_n, 32)
     return LatentBlocks(
@@ -213,13 +213,13 @@ def _blocks(q: Tensor, layer: Layer, rows: int) -> LatentBlocks:
 
 def _block_m(q: Tensor, pairs: int) -> int:
     # Products in fp32 use more registers; other GPUs have less shared memory.
-    most = MAX_TILE if q.dtype != torch.float32 and _is_hopper(q.device) else 16
+    most = MAX_TILE if q.dtype != torch.float32 and _has_room(q.device) else 16
     return min(most, max(16, triton.next_power_of_2(pairs)))
 
 
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+def _has_room(device: torch.device) -> bool:
+    """Whether the device has Hopper's shared memory, or is a CPU that interprets kernels."""
+    return device.type != "cuda" or native.is_hopper(device)
 
 
 def _num_warps(block_m: int) -> int:

@@ -79,8 +79,8 @@ class SADecodingConfig(SuffixSearchConfig, DecodingBaseConfig):
     continuation that most of them agree on is drafted, as far as it is expected to be accepted.
 
     Args:
-        max_draft_len: K; a step drafts as many as are worth it, K at most. On one GPU 16, the
-            default, is the most: the length of a step chooses itself (decision 019).
+        max_draft_len: K; a step drafts as many as are worth it, K at most. On one device 16,
+            the default, is the most: the length of a step chooses itself (decision 019).
         max_matching_ngram_size: tokens of a match that are counted; -1 is 32.
         min_matching_ngram_size: shortest match that may draft. Outputs of other requests take 2.
         min_token_prob: a draft that is accepted less probably is left out.

@@ -140,7 +140,7 @@ class EagleDecodingConfig(HeadDecodingConfig):
 
     Args:
         max_draft_len: K; 0 is what the head was trained for (the speculators format says so),
-            else 4. With a head of the package on one GPU 0 is that many at most, chosen while
+            else 4. With a head of the package on one device 0 is that many at most, chosen while
             serving as with "auto", but for steps with seeded requests that depend on K.
         speculative_model: the head's directory, raw or speculators format, or a known name
             ("smollm2-135m-eagle3").
@@ -186,7 +186,7 @@ class DFlashDecodingConfig(HeadDecodingConfig):
 
     Args:
         max_draft_len: K; 0 is what the head was trained for, its block but for the last token. With
-            a head of the package 0 is the most on one GPU, and K chooses itself.
+            a head of the package 0 is the most on one device, and K chooses itself.
         speculative_model: the head's directory, z-lab's or speculators format.
         target_layer_ids: target layers whose output the head reads, 0-based; None is what the
             head's config says.

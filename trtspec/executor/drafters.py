@@ -206,7 +206,7 @@ class MTPLoader(HeadLoader[MTPDecodingConfig]):
 
 
 class SuffixLoader(DrafterLoader[SADecodingConfig]):
-    """Loads a suffix lookup. On one GPU its default K is a limit: lengths choose themselves."""
+    """Loads a suffix lookup. On one device its default K is a limit: lengths choose themselves."""
 
     def load(self, target: LoadedTarget) -> LoadedDrafter:
         is_open = self.spec.max_draft_len == SADecodingConfig.max_draft_len
@@ -370,15 +370,14 @@ def may_choose(spec: HeadDecodingConfig, directory: Path, target: LoadedTarget) 
 
 
 def times_lengths(spec: DecodingBaseConfig, target: LoadedTarget) -> bool:
-    """Whether draft lengths may choose themselves: on one GPU, which times steps well.
+    """Whether draft lengths may choose themselves: on one device.
 
     Other settings of lengths, forced acceptance and passes outside of the step keep K.
     """
     settings = spec.draft_len_schedule, spec.max_concurrency, spec.max_verified_drafts
     is_open = all(setting is None for setting in settings)
-    is_alone = target.options.device.type == "cuda" and target.config.parallel.size == 1
     is_inside = not spec.spec_dec_mode.drafts_in_passes()
-    if not (is_open and is_alone and is_inside):
+    if not (is_open and target.config.parallel.size == 1 and is_inside):
         return False
     return get_force_num_accepted_tokens() == 0  # asked last: it warns of a wrong value
 

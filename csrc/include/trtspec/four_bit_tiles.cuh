@@ -41,7 +41,7 @@ template <FourBits F>
 struct FourBitForm {
   static constexpr bool kFloats = F == FourBits::kFloats, kNarrow = F == FourBits::kNarrow;
   static constexpr int kRecord = kFourBitRecord<F>, kOutBytes = kRecord / 8;
-  static constexpr int kMostExactRows = F == FourBits::kWide ? 64 : 0;
+  static constexpr int kMostExactRows = F == FourBits::kWide ? 64 : 0, kTilesOf128 = 2;
   static constexpr bool kHasZeros = true;
   using Codes = uint4;
   using Scale = FourBitGroup;

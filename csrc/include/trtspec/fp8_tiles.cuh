@@ -7,7 +7,7 @@
 namespace trtspec {
 
 struct Fp8Form {
-  static constexpr int kOutBytes = kWeightStep, kMostExactRows = 128;
+  static constexpr int kOutBytes = kWeightStep, kMostExactRows = 128, kTilesOf128 = 1;
   static constexpr bool kHasZeros = false;
   struct Codes {
     uint4 of[2];

@@ -11,6 +11,7 @@
 //   Codes, codes                 what a lane has of an output in a step
 //   kMostExactRows               to so many rows weights are multiplied without their scale
 //   Scale, scale, kHasZeros      then a step's sums become scale * (sum + less * sum of x), less with zeros alone
+//   kTilesOf128                  so many tiles of outputs have room in registers with 128 rows: 1, or 2 as with fewer
 //   Multiplier, set_multiplier   of more rows: what 32 columns of a weight are multiplied by
 //   widen                        eight columns in bf16, without a multiplier or with one
 //   last_scale                   of an output's whole sum
@@ -55,8 +56,8 @@ struct WeightTile {
 };
 
 // x for products, [tiles of kRows rows, steps, bytes]: halves of 64 columns, [2, kRows, 128 bytes] as hopper.cuh
-// has tiles, then the sum of each row's columns. Rows that are not there are zeros. A thread has 32 columns of a
-// row, a block 128 of them.
+// has tiles, then the sum of each row's columns where it is read. Rows that are not there are zeros. A thread has
+// 32 columns of a row, a block 128 of them.
 template <typename Form, int kRows>
 __global__ void arrange_rows(const __grid_constant__ WeightTileParams p) {
   wait_for_previous();
@@ -71,6 +72,11 @@ __global__ void arrange_rows(const __grid_constant__ WeightTileParams p) {
   }
   char* const of_step = p.arranged + (static_cast<int64_t>(row / kRows) * steps + step) * kRows * kArrangedStep;
   char* const to = of_step + (u / 2 * kRows + r) * kTileRowBytes;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    *reinterpret_cast<uint4*>(to + ((u % 2 * 4 + i) ^ r % 8) * 16) = Form::mixed(eights, i);
+  }
+  if constexpr (!Form::kHasZeros || kRows > Form::kMostExactRows) return;
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -79,7 +85,6 @@ __global__ void arrange_rows(const __grid_constant__ WeightTileParams p) {
       const uint32_t pair = word_of(eights[t], i);
       sum += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xffff0000u);
     }
-    *reinterpret_cast<uint4*>(to + ((u % 2 * 4 + i) ^ r % 8) * 16) = Form::mixed(eights, i);
   }
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
   sum += __shfl_xor_sync(0xffffffffu, sum, 2);

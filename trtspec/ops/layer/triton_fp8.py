@@ -193,18 +193,7 @@ def multiply_floats(x: Tensor, weight: Fp8Weight, residual: Tensor | None = None
         num_warps=plan.warps,
         **dependent_launch(x),
     )
-    add_parts(sums, result, adds=residual is not None)
-    return result
-
-
-def add_parts(sums: Tensor, result: Tensor, adds: bool) -> None:
-    """Adds up sums [parts, rows, out] float32 into `result` [rows, out].
-
-    Args:
-        adds: to what is there.
-    """
-    parts, rows, out = sums.shape
-    block = min(1024, triton.next_power_of_2(out))
+    parts, block = sums.shape[0], min(1024, triton.next_power_of_2(out))
     _sum_kernel[(rows, triton.cdiv(out, block))](
         sums,
         result,
@@ -212,10 +201,11 @@ def add_parts(sums: Tensor, result: Tensor, adds: bool) -> None:
         out,
         result.stride(0),
         PARTS=parts,
-        ADDS=adds,
+        ADDS=residual is not None,
         BLOCK=block,
         **dependent_launch(sums),
     )
+    return result
 
 
 def _plan(rows: int, out: int, size: int, dtype: torch.dtype) -> Plan:

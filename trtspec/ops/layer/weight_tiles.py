@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -36,16 +35,11 @@ def kernels(x: Tensor, residual: Tensor | None) -> Any:
         return None
     if residual is not None and not _is_written(residual):
         return None
-    return native.kernels(x) if x.is_cuda and _is_hopper(x.device) else None
+    return native.kernels(x) if x.is_cuda and native.is_hopper(x.device) else None
 
 
 def _is_written(out: Tensor) -> bool:
     return out.stride(1) == 1 and out.stride(0) % 4 == 0 and out.data_ptr() % 8 == 0
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def multiply(
