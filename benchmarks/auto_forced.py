@@ -5,7 +5,7 @@
 Weights are random, so acceptance is forced: `--accept` drafts a step, at most K. A fraction is a
 share of the steps. Three engines serve all batches, one after the other: plain decoding, fixed
 lengths up to `--k`, and auto, which has some steps to learn before it is timed. Each line has
-tokens/s by batch, the last two auto over plain decoding and over the best fixed length.
+tokens/s of a batch, the last ones auto over plain decoding and over the best fixed length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import gc
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from gpu_step import forced_acceptance
 from random_models import PRESETS, Model, in_memory
 from step_timing import STEPS_PER_BLOCK, WARM_UP_STEPS, SteadyBatch
 
-from trtspec import LLM, EagleDecodingConfig, KvCacheConfig
+from trtspec import LLM, CudaGraphConfig, EagleDecodingConfig, KvCacheConfig
 from trtspec.executor.device import resolve_device
 
 BLOCKS, LEARNING_BLOCKS = 4, 12  # of steps: that are timed, and that auto has before
@@ -38,19 +38,28 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4, help="the most drafts")
     parser.add_argument("--context", type=int, default=512, help="tokens, about which they grow")
     parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--no-autotune",
+        dest="autotune",
+        action="store_false",
+        help="cuBLAS chooses its algorithms itself; measuring them takes minutes here",
+    )
     args = parser.parse_args()
     device = resolve_device(args.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{args.preset}'s shape, EAGLE-3, context {args.context}, {name}; {args.accept:g} drafts")
-    print(f"{'requests':16}" + "".join(f"{batch:9}" for batch in args.batch), flush=True)
-    speeds: dict[str, list[float]] = {}
+    speeds: dict[int, dict[str, float]] = {batch: {} for batch in args.batch}
     for way, lengths in (("plain", [0]), ("fixed", range(1, args.k + 1)), ("auto", [args.k])):
         with _engine(way, device, args) as llm:
-            _measure(llm, way, lengths, args, speeds)
-    auto, best = speeds["auto"], [max(values[:-1]) for values in zip(*speeds.values(), strict=True)]
-    for title, others in (("auto / plain", speeds["plain"]), ("auto / best", best)):
-        ratios = zip(auto, others, strict=True)
-        print(f"{title:16}" + "".join(f"{ours / theirs:9.2f}" for ours, theirs in ratios))
+            for batch, known in speeds.items():
+                found = _measure(llm, way, lengths, batch, args)
+                known |= found
+                cells = "".join(f"{name:>9}{speed:8.0f}" for name, speed in found.items())
+                print(f"{batch:6} requests{cells}", flush=True)
+    for batch, known in speeds.items():
+        auto = known.pop("auto")
+        over = auto / known["plain"], auto / max(known.values())
+        print(f"{batch:6} requests: auto / plain {over[0]:.2f}, auto / best {over[1]:.2f}")
 
 
 @contextmanager
@@ -75,6 +84,7 @@ def _engine(way: str, device: torch.device, args: argparse.Namespace) -> Iterato
                 kv_cache_config=KvCacheConfig(
                     max_tokens=largest * (length + 96), enable_block_reuse=False
                 ),
+                cuda_graph_config=CudaGraphConfig(enable_autotuner=args.autotune),
             )
     yield llm
     llm.shutdown()
@@ -83,28 +93,20 @@ def _engine(way: str, device: torch.device, args: argparse.Namespace) -> Iterato
 
 
 def _measure(
-    llm: LLM,
-    way: str,
-    lengths: list[int] | range,
-    args: argparse.Namespace,
-    speeds: dict[str, list[float]],
-) -> None:
-    """Adds tokens/s of each length, or of auto, by batch, and prints them."""
-    found: dict[int, list[float]] = {k: [] for k in lengths}
-    for batch in args.batch:
-        steady = SteadyBatch(llm.executor, batch, args.context)
-        for k, values in found.items():
-            tokens = 1 + min(args.accept, k)
-            if way == "auto":
-                steady.wall_clock(LEARNING_BLOCKS, tokens)
-            with llm.executor.draft_len_held_at(k):  # of auto the most
-                wall = steady.wall_clock(BLOCKS, tokens)
-            values.append(batch * wall.acceptance_length / wall.ms * 1e3)
-        steady.close()
-    for k, values in found.items():
-        name = f"K = {k}" if way == "fixed" else way
-        speeds[name] = values
-        print(f"{name:16}" + "".join(f"{value:9.0f}" for value in values), flush=True)
+    llm: LLM, way: str, lengths: Iterable[int], batch: int, args: argparse.Namespace
+) -> dict[str, float]:
+    """Returns tokens/s of each length, or of auto."""
+    found, steady = {}, SteadyBatch(llm.executor, batch, args.context)
+    for k in lengths:
+        tokens = 1 + min(args.accept, k)
+        if way == "auto":
+            steady.wall_clock(LEARNING_BLOCKS, tokens)
+        with llm.executor.draft_len_held_at(k):  # of auto the most
+            wall = steady.wall_clock(BLOCKS, tokens)
+        name = f"K={k}" if way == "fixed" else way
+        found[name] = batch * wall.acceptance_length / wall.ms * 1e3
+    steady.close()
+    return found
 
 
 def _ints(text: str) -> list[int]:
