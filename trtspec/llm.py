@@ -104,6 +104,12 @@ class LLM(NamesAttributes):
         return self.executor.max_draft_len
 
     @property
+    def chooses_draft_len(self) -> bool:
+        """Whether K is the most, and a step's own is chosen while serving."""
+        config = self.executor.worker.config
+        return config is not None and config.draft_len_schedule == "auto"
+
+    @property
     def acceptance(self) -> str | None:
         """The acceptance rule for drafts of sampled requests; None without speculation."""
         config = self.executor.worker.config

@@ -68,6 +68,7 @@ class FakeLLM:
         config = speculative_config
         self.mode = config.spec_dec_mode if config else SpeculativeDecodingMode.NONE
         self.max_draft_len = config.max_draft_len if config else 0
+        self.chooses_draft_len = bool(config) and config.draft_len_schedule == "auto"
         self.acceptance = config.acceptance if config else None
         self.device, self.dtype = "cpu", "torch.bfloat16"
         self.tokenizer = FakeTokenizer()
@@ -201,6 +202,10 @@ def test_one_prompt_streams_its_text_and_a_summary(run):
     assert text == " 100 101 102 103 104 105 106"
     assert summary == "7 tokens · 50.0 tok/s · acceptance length 3.00 · NGRAM, K = 4"
     assert "loading model with NGRAM" in err
+    _, out, _ = run(
+        "generate", "--speculative", "ngram", "--max-draft-len", "auto", "--prompt", "count",
+    )  # fmt: skip
+    assert out.endswith("NGRAM, K = 0…6\n"), "each step's is chosen"
 
 
 def test_several_prompts_are_printed_with_headings(run):
@@ -235,7 +240,8 @@ def test_json_is_the_only_thing_on_stdout(run):
     assert out.count("\n") == 1
     report = json.loads(out)
     assert list(report) == [
-        "model", "mode", "max_draft_len", "acceptance", "device", "dtype", "outputs", "stats"
+        "model", "mode", "max_draft_len", "chooses_draft_len", "acceptance", "device", "dtype",
+        "outputs", "stats",
     ]  # fmt: skip
     assert report["mode"] == "ngram" and report["max_draft_len"] == 2
     assert report["device"] == "cpu" and report["dtype"] == "bfloat16"

@@ -138,7 +138,8 @@ def test_no_run_drafts_from_another_ones_answers(whole: tuple[Sweep, list[Any]])
 class Counted:
     """An engine that answers nothing and counts its calls by temperature."""
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, chooses_draft_len: bool = False):
+        self.chooses_draft_len = chooses_draft_len
         self.device, self.executor = device, SimpleNamespace(runtime_draft_len=K)
         self.calls: list[tuple[float, int]] = []
         self.salted: list[tuple[str, ...]] = []
@@ -184,7 +185,7 @@ def test_a_cell_that_fails_leaves_no_engine() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_what_does_not_count(device: str) -> None:
     """On CUDA no cell's run captures a graph, greedy or sampled, for a run before it did."""
-    engines = {name: Counted(device) for name in ("plain", "auto")}
+    engines = {name: Counted(device, name == "auto") for name in ("plain", "auto")}
     axes = Axes([3], [0.0, 1.0], {"short": KINDS["short"]})
     run = SweepRun(
         ways=[Way("plain", "plain"), Way("auto", "auto")], axes=axes,

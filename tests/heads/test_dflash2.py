@@ -176,7 +176,12 @@ def test_the_formats_of_a_head_are_one(target_dir: Path, tmp_path: Path) -> None
         ({}, {"selector_rank": 13}, "Check vocab_size and selector_rank"),
         ({}, {"selector_top_k": VOCAB + 1}, f"it must be an int in 1 … {VOCAB}"),
         ({"draft_vocab_size": 40}, {}, "drafts the target's whole vocabulary"),
-        ({"architectures": ["DFlash2BeamDraftModel"]}, {}, "is a head of DFlash2BeamDraftModel"),
+        ({"num_target_layers": 36}, {}, "36, but the target has 8 layers. Use a head that was"),
+        (
+            {"architectures": ["DFlash2BeamDraftModel"]},
+            {},
+            r"architectures=.'DFlash2BeamDraftModel'. is no head's; allowed are DFlashDraftModel",
+        ),
         ({}, {"projector_type": "domino"}, "projector_type 'domino'"),
         ({}, {"projector_type": "domino"}, "Domino's recurrent correction"),
         ({}, {"lilicorr_enabled": True}, "LiLiCorr's transformer"),
@@ -272,7 +277,9 @@ def test_a_quantised_head_is_never_cast(
         out = weight(torch.eye(weight.in_features))
         torch.testing.assert_close(out.T, tensors[name].float() * scale, atol=1e-6, rtol=1e-6)
     else:
-        with pytest.raises(CheckpointError, match="Use the unquantised checkpoint"):
+        with pytest.raises(
+            CheckpointError, match=r"F8_E4M3 and a scale, but .* no quantization_con"
+        ):
             cpu_engine(target_dir, DFlashDecodingConfig(speculative_model=head))
     # a weight of an allowed dtype beside a scale is no plain weight either
     tensors[name] = tensors[name].float()

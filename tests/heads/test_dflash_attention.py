@@ -223,7 +223,8 @@ def test_a_new_head_does_not_begin_with_one_that_has_sinks(
     spec = replace(spec, like=scaled.config.decoder)
     new = create_head(spec, target, None, F32, seed=1)
     with ExitStack() as stack:  # known before it is loaded
-        check_alike(read_head(path, target.config, stack).require(), new.config)
+        earlier = read_head(path, target.config, stack).require()
+        check_alike(replace(earlier, trained_acceptance=0.5), new.config)
     begin_with(new, scaled)  # its weights have the scale, as those of the new head will
     values = scaled.layers[0].self_attn.qkv_proj.weight
     assert torch.equal(new.layers[0].self_attn.qkv_proj.weight, values)
@@ -234,3 +235,42 @@ def test_a_new_head_does_not_begin_with_one_that_has_sinks(
         earlier = load(dflash_dir(tmp_path, **options), target_dir, pack=False)
         with pytest.raises(ConfigError, match=said):
             begin_with(new, earlier)
+
+
+@pytest.mark.parametrize("name", ["is_causal", "causal", "causal_head"])
+@pytest.mark.parametrize("place", ["top", "dflash_config"])
+def test_what_a_block_sees_is_said_in_either_place(tmp_path: Path, name: str, place: str) -> None:
+    given = {name: True}
+    head = dflash_dir(tmp_path, **({"inner": given} if place == "top" else given))
+    assert list(config_of(head).sees_ahead) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("inner", "nested", "said"),
+    [
+        ({"block_size": 9}, {"block_size": 5}, "block_size=9, and 5 in dflash_config"),
+        ({}, {"causal": True, "causal_head": False}, "causal=True and causal_head=False contra"),
+        ({}, {"sample_from_anchor": True, "shift_label": False}, "shift_label=False contradict"),
+        ({}, {"aux_hidden_state_layer_ids": [1, 2, 3]}, "are not the same states"),
+        ({}, {"target_layer_ids": [3, 3, 4]}, "one is there twice"),
+        ({"num_target_layers": "8"}, {}, "num_target_layers='8'; it must be an int"),
+        ({}, {"draft_window": 5}, "draft_window=5 stands in dflash_config, where it is not read"),
+        ({"layer_types": ["sliding_attention"] * 2}, {}, "sliding_window"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(
+    tmp_path: Path, inner: dict[str, Any], nested: dict[str, Any], said: str
+) -> None:
+    """A config with two answers drafts badly by one of them, and nothing would say so."""
+    with pytest.raises(CheckpointError, match=said):
+        config_of(dflash_dir(tmp_path, inner=inner, **nested))
+
+
+def test_fields_where_nothing_reads_them_are_refused(tmp_path: Path) -> None:
+    head = as_speculators(dflash_dir(tmp_path))
+    path = head / "config.json"
+    raw = json.loads(path.read_text())
+    raw["transformer_layer_config"]["use_swa"] = True
+    path.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="use_swa=True stands in transformer_layer_config"):
+        config_of(head)

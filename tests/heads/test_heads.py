@@ -275,7 +275,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"fc_norm": True}, r"3 of \d+ tensors are missing: fc_norm.0.weight.*Check the flags"),
     ({"norm_before_fc": True, "fc_norm": True}, r"both true.*one or the other.*Set .* to false"),
     ({"attention_bias": True}, "attention_bias=True, .*has no q_proj.bias. Set it to false"),
-    ({"speculators_model_type": "mlp"}, "type='mlp'; allowed are 'eagle3' and 'peagle'. Use"),
+    ({"speculators_model_type": "mlp"}, "type='mlp'; allowed are 'eagle3', 'peagle', 'dflash'"),
     ({"speculators_model_type": "eagle3"}, "transformer_layer_config=None;.*an object. Copy"),
     ({"speculators_model_type": "eagle3", INNER: []}, r"layer_config=\[\];.*an object. Copy"),
     ({"quantization_config": {"quant_method": "awq"}}, "'awq', 'bits': None.* is set, but .*Use"),

@@ -102,7 +102,7 @@ def dflash_dir(
         "hidden_size": SIZE, "intermediate_size": INNER, "num_hidden_layers": num_layers,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
         "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
-        "attention_bias": bias, "block_size": block, "num_target_layers": 8,
+        "attention_bias": bias, "block_size": block,
         "dflash_config": {
             "mask_token_id": MASK_TOKEN, "target_layer_ids": list(LAYERS), **dflash_config
         },
@@ -116,7 +116,7 @@ def dflash_dir(
 def as_speculators(head: Path) -> Path:
     """The same head in the speculators format, in a directory beside it."""
     raw = json.loads((head / "config.json").read_text())
-    nested, own = raw.pop("dflash_config"), ("block_size", "num_target_layers", "draft_vocab_size")
+    nested, own = raw.pop("dflash_config"), ("block_size", "draft_vocab_size")
     inner = {name: value for name, value in raw.items() if name not in own}
     block, is_dflash2 = raw["block_size"], "selector_rank" in nested
     path = head.with_name(head.name + "-speculators")

@@ -54,6 +54,13 @@ def dequantized(
                 "content of quantize_config.json or quant_config.json there under that name, with "
                 'its quant_method ("gptq" or "awq").'
             )
+        coded = next((name for name in sources if _is_coded(name, sources)), None)
+        if coded is not None:
+            raise CheckpointError(
+                f"{coded} in {where.parent} has dtype {sources[coded].dtype} and a scale, but "
+                f"{where} has no quantization_config at its top. Copy it from the checkpoint's "
+                "source, or use the unquantised checkpoint."
+            )
         return sources
     found = {name: s for name, s in sources.items() if not _OF_SERVING.search(name)}
     if how.packing is None:
@@ -63,6 +70,14 @@ def dequantized(
     coded = _coded(found, how.codes)
     others = {name: s for name, s in found.items() if name not in coded}
     return _unpacked(others, how.packing, where) | _with_scales(coded, how.codes, where)
+
+
+def _is_coded(name: str, sources: dict[str, TensorSource]) -> bool:
+    """Whether a tensor has numbers of 8 bits and a scale beside it."""
+    is_short = sources[name].dtype in ("F8_E4M3", "F8_E5M2", "I8")
+    stem = name.removesuffix(".weight")
+    scales = *(f"{name}{suffix}" for suffix in ("_scale", "_scale_inv")), f"{stem}.SCB"
+    return is_short and any(scale in sources for scale in scales)
 
 
 def _coded(sources: dict[str, TensorSource], how: Quantization) -> dict[str, TensorSource]:

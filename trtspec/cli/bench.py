@@ -30,7 +30,14 @@ from .options import (
     SweepOptions,
 )
 from .output import check_writable, write_json
-from .render import finite, first_difference, make_console, position_bars, print_forced
+from .render import (
+    draft_len_text,
+    finite,
+    first_difference,
+    make_console,
+    position_bars,
+    print_forced,
+)
 from .status import Progress
 
 if TYPE_CHECKING:
@@ -162,8 +169,10 @@ class Measurement:
         engines = [(self.plain, result.plain), (self.speculative, result.speculative)]
         self.progress(f"warming up on {name!r}")
         for llm, _ in engines:
-            # On CUDA each batch size has a graph, which is captured when it first comes up.
-            warm = prompts if str(llm.device).startswith("cuda") else prompts[:1]
+            # Each batch size has a graph on CUDA, which is captured when it first comes up, and
+            # lengths to try, where K is chosen.
+            is_cuda = str(llm.device).startswith("cuda")
+            warm = prompts if is_cuda or llm.chooses_draft_len else prompts[:1]
             self._run_once(llm, warm, Side())
         for turn in range(1, self.repeat + 1):
             for llm, side in engines:
@@ -234,7 +243,7 @@ def _side_json(side: Side) -> dict[str, Any]:
 
 
 def _print_report(console: Console, about: dict[str, Any], results: Sequence[SetResult]) -> None:
-    mode = f"{about['mode']} K={about['max_draft_len']}"
+    mode = f"{about['mode']} K={draft_len_text(about)}"
     sampled = ""
     if about["temperature"] > 0:
         sampled = (

@@ -185,7 +185,7 @@ def _head_arguments(
             progress(f"drafting with {head}")
     if head is None and not config_class.target_may_hold_head:
         others = [name for name, model in HEADS.items() if model == str(options.model)]
-        ready = f" The package has {', '.join(others)} for this model." if others else ""
+        ready = f" For other modes the package has {', '.join(others)}." if others else ""
         raise CliError(f"{mode.name} needs a draft head: give --head DIR.{ready}")
     arguments: dict[str, Any] = {
         "speculative_model": head,
@@ -328,6 +328,7 @@ def describe(llm: LLM) -> dict[str, Any]:
     return {
         "mode": llm.mode.name.lower(),
         "max_draft_len": llm.max_draft_len,
+        "chooses_draft_len": llm.chooses_draft_len,  # each step's K is 0 … max_draft_len
         "acceptance": llm.acceptance,
         "device": str(llm.device),
         "dtype": dtype_name(llm),

@@ -70,7 +70,7 @@ def _decode_and_show(
             _print_output(console, heading, output)
             outputs[index] = output
     if not all(map(_has_failed, outputs.values())):
-        print_summary(console, llm.stats(), llm.mode.name, llm.max_draft_len)
+        print_summary(console, llm.stats(), describe(llm))
     return llm, [outputs[index] for index in range(len(prompts))]
 
 

@@ -96,10 +96,13 @@ NOT_OFFERED: Mapping[str, str] = {
 
 DRAFTERS: Mapping[str, str] = {
     "deepseek_mtp": "mtp_eagle",
+    "dflash2": "dflash",
     "draft_model": "draft_target",
     "eagle": "eagle3",
     "nextn": "mtp_eagle",
+    "p_eagle": "eagle3",
     "pard": "draft_target",
+    "peagle": "eagle3",
     "standalone": "draft_target",
     "suffix": "sa",
 }

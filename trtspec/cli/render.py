@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -101,9 +101,16 @@ def print_forced(console: Console, forced: float | None) -> None:
         console.print(banner, soft_wrap=True)
 
 
-def summary_line(stats: EngineStats, mode: str, max_draft_len: int) -> Text:
-    """`128 tokens · 45.2 tok/s · acceptance length 2.31 · NGRAM, K = 4`."""
-    how = mode if mode == "NONE" else f"{mode}, K = {max_draft_len}"
+def draft_len_text(about: Mapping[str, Any]) -> str:
+    """Returns K, or `0…K` where each step's is chosen. about: of `describe`."""
+    first = "0…" if about["chooses_draft_len"] else ""
+    return f"{first}{about['max_draft_len']}"
+
+
+def summary_line(stats: EngineStats, about: Mapping[str, Any]) -> Text:
+    """`128 tokens · 45.2 tok/s · acceptance length 2.31 · NGRAM, K = 4`; about: of `describe`."""
+    mode = about["mode"].upper()
+    how = mode if mode == "NONE" else f"{mode}, K = {draft_len_text(about)}"
     forced = f" (FORCED {stats.forced_acceptance:g})" if stats.forced_acceptance else ""
     return Text(
         f"{stats.generated_tokens} tokens · {stats.tokens_per_second:.1f} tok/s · "
@@ -112,9 +119,9 @@ def summary_line(stats: EngineStats, mode: str, max_draft_len: int) -> Text:
     )
 
 
-def print_summary(console: Console, stats: EngineStats, mode: str, max_draft_len: int) -> None:
+def print_summary(console: Console, stats: EngineStats, about: Mapping[str, Any]) -> None:
     print_forced(console, stats.forced_acceptance)
-    console.print(summary_line(stats, mode, max_draft_len), soft_wrap=True)
+    console.print(summary_line(stats, about), soft_wrap=True)
 
 
 def finite(value: float | None) -> float | None:

@@ -38,6 +38,9 @@ class Engine(Protocol):
 
     device: Any
 
+    @property
+    def chooses_draft_len(self) -> bool: ...
+
     def generate(self, prompts: Any, params: Any, *, cache_salt: Any = None) -> Any: ...
 
     def stats(self) -> EngineStats: ...
@@ -246,8 +249,8 @@ class SweepRun:
         cell = Cell(place, len(prompts))
         for way in self.ways:
             # On CUDA each number of requests has graphs, greedy and sampled ones, captured when
-            # they first come up.
-            is_whole = way.name == AUTO or is_cuda
+            # they first come up. Where K is chosen, it has lengths to try.
+            is_whole = is_cuda or (way.draft_len is None and engines[way.engine].chooses_draft_len)
             if is_first or is_whole:
                 some = prompts if is_whole else prompts[:1]
                 self._run(engines, way, place, some, next(salts))

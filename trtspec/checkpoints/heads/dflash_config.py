@@ -56,6 +56,16 @@ _RELATIVES = {
     "lilicorr_enabled": "LiLiCorr's transformer over candidates",
 }
 """Fields by which a head computes more than DFlash does."""
+_CAUSAL = "is_causal", "causal", "causal_head"
+_OWN = (
+    "block_size", "mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids",
+    "num_target_layers", "target_hidden_size", "sample_from_anchor", "shift_label", "use_swa",
+    "swa_window_size", *_SINKS, "attention_value_scale", "input_embedding_scale",
+    "output_multiplier", "final_logit_softcapping", "context_embeddings", WINDOWS_SEE,
+    "markov_rank", "markov_head_type", *_CAUSAL, *_DFLASH2,
+)  # fmt: skip
+"""Fields that a head has more than its layers: at the top of config.json or in `dflash_config`."""
+_AT_TOP = "draft_vocab_size", "draft_window", "layer_types", "sliding_window"
 _RELATIVE_NAMES = {
     "lilicorr": "LiLiCorr's transformer over candidates",
     "domino": "Domino's recurrent correction of logits",
@@ -131,12 +141,12 @@ def parse_dflash(
     inner, nested = _objects(raw, where)
     variant, speculators = _variant(raw, nested), raw.get("speculators_model_type")
     _refuse_relatives(raw, nested, variant, where)
-    fields = {**nested, **{name: value for name, value in raw.items() if value is not None}}
+    fields = _fields(raw, inner, nested, where)
     block, anchor = _block(fields, variant, where)
     trained = block if anchor else block - 1
     inner = _with_window(inner, fields, where)
     decoder = _layers(inner, fields, tensors, where)
-    sees_ahead = _sees_ahead(raw, nested, decoder, where)
+    sees_ahead = _sees_ahead(fields, speculators == "dflash2", decoder, where)
     windows_by_row = flag_field(fields, "use_swa", where)
     if windows_by_row:
         decoder = _with_one_window(decoder, inner, block, where)
@@ -196,14 +206,55 @@ def _objects(raw: dict[str, Any], where: Path) -> tuple[dict[str, Any], dict[str
     return inner, nested
 
 
+def _fields(
+    raw: dict[str, Any], inner: dict[str, Any], nested: dict[str, Any], where: Path
+) -> dict[str, Any]:
+    """Returns the head's own fields, wherever config.json has them.
+
+    Raises:
+        CheckpointError: a field has two values, or stands where nothing reads it.
+    """
+    for name in _OWN:
+        values = [value for value in (raw.get(name), nested.get(name)) if value is not None]
+        if len(values) == 2 and values[0] != values[1]:
+            raise CheckpointError(
+                f"{where}: {name}={values[0]!r}, and {values[1]!r} in dflash_config. Remove the "
+                "one that the head was not trained with."
+            )
+    for place, names, of, read in (
+        ("transformer_layer_config", _OWN, {} if inner is raw else inner, nested | raw),
+        ("dflash_config", _AT_TOP, nested, raw),
+    ):
+        for name in names:
+            value = of.get(name)
+            if value is not None and value != read.get(name):
+                raise CheckpointError(
+                    f"{where}: {name}={value!r} stands in {place}, where it is not read. Move it "
+                    "to the top of the file, or remove it."
+                )
+    return {**nested, **{name: value for name, value in raw.items() if value is not None}}
+
+
 def _block(fields: dict[str, Any], variant: str, where: Path) -> tuple[int, bool]:
     """Returns the rows of a block, and whether the last token's proposes too."""
     rows, allowed = _required(fields, "block_size", where), range(2, MAX_DRAFT_LEN + 1)
     rows = checked_int(where, "block_size", rows, allowed, cure="Correct it.")
-    for name in ("sample_from_anchor", "shift_label"):  # the latter is ModelOpt's
-        if fields.get(name) is not None:
-            return rows, flag_field(fields, name, where)
-    return rows, variant == "DSpark"
+    anchor = _agreed(fields, ("sample_from_anchor", "shift_label"), where)  # the latter: ModelOpt's
+    return rows, variant == "DSpark" if anchor is None else anchor
+
+
+def _agreed(fields: dict[str, Any], names: Sequence[str], where: Path) -> bool | None:
+    """Returns the flag that several names stand for; None where none is given."""
+    given = {
+        name: flag_field(fields, name, where) for name in names if fields.get(name) is not None
+    }
+    if len(set(given.values())) > 1:
+        both = " and ".join(f"{name}={value}" for name, value in given.items())
+        raise CheckpointError(
+            f"{where}: {both} contradict each other. Remove the one that the head was not trained "
+            "with."
+        )
+    return next(iter(given.values()), None)
 
 
 def _with_window(inner: dict[str, Any], fields: dict[str, Any], where: Path) -> dict[str, Any]:
@@ -259,6 +310,11 @@ def _refuse_relatives(
     said = " ".join([str(kind), str(projector), *names]).lower()
     found += [what for name, what in _RELATIVE_NAMES.items() if name in said]
     is_other = kind not in ("dflash", "dflash2", "dspark") or names[0] not in ARCHITECTURES
+    if is_other and not found and kind in ("dflash", "dflash2", "dspark"):
+        raise CheckpointError(
+            f"{where}: architectures={names!r} is no head's; allowed are "
+            f"{', '.join(ARCHITECTURES)}. Correct it if the file is a head's."
+        )
     if found or is_other:
         what = ", ".join(dict.fromkeys(found)) or kind
         raise CheckpointError(
@@ -324,19 +380,22 @@ def _required(fields: dict[str, Any], name: str, where: Path, kind: str = "DFlas
 
 
 def _sees_ahead(
-    raw: dict[str, Any], nested: dict[str, Any], decoder: DecoderConfig, where: Path
+    fields: dict[str, Any], windows_see_by_default: bool, decoder: DecoderConfig, where: Path
 ) -> tuple[bool, ...]:
     """Returns of each layer whether the rows of a block see later ones.
 
-    `is_causal` and `causal` are about all layers. Without them full layers see ahead. Sliding ones
-    do not in z-lab's format. In that of speculators a field says so, or its absence: DFlash2's do.
+    `is_causal`, `causal` and `causal_head` are about all layers. Without them full layers see
+    ahead. Sliding ones do not in z-lab's format. In that of speculators a field says so, or its
+    absence: DFlash2's do.
     """
-    for fields, name in ((raw, "is_causal"), (nested, "causal"), (nested, "causal_head")):
-        if fields.get(name) is not None:
-            return (not flag_field(fields, name, where),) * decoder.num_layers
-    windows_see = flag_field(raw, WINDOWS_SEE, where)
-    if raw.get(WINDOWS_SEE) is None:
-        windows_see = raw.get("speculators_model_type") == "dflash2"
+    first, *others = _CAUSAL  # ModelOpt writes the others always
+    for names in ([first], others):
+        is_causal = _agreed(fields, names, where)
+        if is_causal is not None:
+            return (not is_causal,) * decoder.num_layers
+    windows_see = flag_field(fields, WINDOWS_SEE, where)
+    if fields.get(WINDOWS_SEE) is None:
+        windows_see = windows_see_by_default
     slides = [decoder.window(i) is not None for i in range(decoder.num_layers)]
     return tuple(windows_see or not slide for slide in slides)
 
@@ -381,19 +440,36 @@ def _target_layers(
 ) -> tuple[tuple[int, ...], str]:
     """Returns 0-based layers whose output is captured, and where that comes from."""
     inputs, outputs = fields.get("aux_hidden_state_layer_ids"), fields.get("target_layer_ids")
+    made_for = size_field(fields, "num_target_layers", 0, where)
+    if target is not None and made_for not in (0, target.num_layers):
+        raise CheckpointError(
+            f"{where}: num_target_layers={made_for}, but the target has {target.num_layers} "
+            "layers. Use a head that was trained for this target, or correct the field."
+        )
     if asked is not None:
         layers, origin = layer_ids(asked, "target_layer_ids", where), "target_layer_ids"
     elif inputs is not None:
         ids = layer_ids(inputs, "aux_hidden_state_layer_ids", where)
         layers = tuple(i - 1 for i in ids)
+        if outputs is not None and layer_ids(outputs, "target_layer_ids", where) != layers:
+            raise CheckpointError(
+                f"{where}: aux_hidden_state_layer_ids={list(ids)}, inputs of layers, and "
+                f"target_layer_ids={list(outputs)}, outputs, are not the same states. Remove the "
+                "one that the head was not trained with."
+            )
         origin = f"aux_hidden_state_layer_ids {list(ids)} (inputs)"
     elif outputs is not None:
         layers = layer_ids(outputs, "target_layer_ids", where)
         origin = "config.json's target_layer_ids (outputs)"
     else:
-        total = fields.get("num_target_layers") or (target.num_layers if target else None)
-        if not isinstance(total, int):
+        total = made_for or (target.num_layers if target else None)
+        if total is None:
             raise CheckpointError(f"{where} does not say target_layer_ids. Give target_layer_ids.")
         layers, origin = default_target_layers(num_draft_layers, total), "default"
     check_captures(layers, origin, target, "target_layer_ids", where)
+    if origin != "default" and len(set(layers)) < len(layers):
+        raise CheckpointError(
+            f"{where}: layers to capture {list(layers)} (0-based outputs, from {origin}): one is "
+            "there twice. Correct them, or give target_layer_ids."
+        )
     return layers, origin

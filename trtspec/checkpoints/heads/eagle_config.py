@@ -85,8 +85,8 @@ def _architecture(raw: dict[str, Any], sources: Sources, where: Path) -> Decoder
     speculators = raw.get("speculators_model_type")
     if speculators not in (None, "eagle3", "peagle"):
         raise CheckpointError(
-            f"{where}: speculators_model_type={speculators!r}; allowed are 'eagle3' and 'peagle'. "
-            "Use an EAGLE-3 or P-EAGLE head."
+            f"{where}: speculators_model_type={speculators!r}; allowed are 'eagle3', 'peagle', "
+            "'dflash', 'dflash2' and 'dspark'. Correct it, or use a head of one of these."
         )
     inner = raw.get("transformer_layer_config") if speculators else raw
     if not isinstance(inner, dict):

@@ -71,7 +71,12 @@ def head_layers(inner: dict[str, Any], sources: Sources, where: Path) -> Decoder
 def _with_windows(decoder: DecoderConfig, values: dict[str, Any], where: Path) -> DecoderConfig:
     """The config with the sliding windows of `layer_types`, which a Llama model has not."""
     types = values.get("layer_types")
-    if any(decoder.layer_windows) or not isinstance(types, list) or SLIDING not in types:
+    has_window = values.get("sliding_window") is not None  # else a family's default
+    if (
+        (has_window and any(decoder.layer_windows))
+        or not isinstance(types, list)
+        or SLIDING not in types
+    ):
         return decoder
     count, window = decoder.num_layers, values.get("sliding_window")
     fields = SimpleNamespace(layer_types=types, num_hidden_layers=count, sliding_window=window)
