@@ -54,10 +54,10 @@ def dequantized(
                 "content of quantize_config.json or quant_config.json there under that name, with "
                 'its quant_method ("gptq" or "awq").'
             )
-        coded = next((name for name in sources if _is_coded(name, sources)), None)
-        if coded is not None:
+        one = next((name for name in sources if _is_coded(name, sources)), None)
+        if one is not None:
             raise CheckpointError(
-                f"{coded} in {where.parent} has dtype {sources[coded].dtype} and a scale, but "
+                f"{one} in {where.parent} has dtype {sources[one].dtype} and a scale, but "
                 f"{where} has no quantization_config at its top. Copy it from the checkpoint's "
                 "source, or use the unquantised checkpoint."
             )
