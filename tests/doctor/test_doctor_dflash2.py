@@ -112,7 +112,8 @@ def test_a_longer_block_is_no_cure_for_a_draft_less(tmp_path: Path) -> None:
     case = Case(tmp_path, "period")
     out = PERFECT.head(tmp_path / "head", "period", "dflash2", BLOCK)
     raw = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**raw, "sample_from_anchor": True}))
+    raw["dflash_config"]["sample_from_anchor"] = True
+    (out / "config.json").write_text(json.dumps(raw))
     options = UNPACKED_HEAD
     head = load_head(out, case.target, HeadRequest(), options)
     exam = HeadExam(case.target, head, case.texts, None, {})
