@@ -65,9 +65,10 @@ def main() -> None:
 @contextmanager
 def _engine(way: str, device: torch.device, args: argparse.Namespace) -> Iterator[LLM]:
     largest, model = max(args.batch), Model(PRESETS[args.preset])
-    steps = LEARNING_BLOCKS * STEPS_PER_BLOCK + WARM_UP_STEPS
+    # Texts grow while other prompts are read, and while auto learns.
+    steps = max(largest + 16, LEARNING_BLOCKS * STEPS_PER_BLOCK + WARM_UP_STEPS)
     grown = steps * (math.ceil(min(args.accept, args.k)) + 1)
-    length = args.context + max(grown, largest + 16) + 8 * args.k
+    length = args.context + grown + 8 * args.k
     settings: dict[str, Any] = {"auto": {"draft_len_schedule": "auto"}}.get(way, {})
     with tempfile.TemporaryDirectory() as directory:
         target, head = Path(directory) / "target", Path(directory) / "head"

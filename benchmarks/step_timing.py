@@ -123,6 +123,11 @@ class SteadyBatch:
             params = SamplingParams(max_tokens=10**9, ignore_eos=True, seed=i, **(sampling or {}))
             executor.enqueue(_prompt(executor, i, context), params)
         while len(self.requests) < batch or not all(r.is_generation for r in self.requests):
+            if len(self.requests) + len(executor.scheduler.waiting) < batch:
+                raise RuntimeError(
+                    "A request ended before all prompts were read: lower batch or context, or give "
+                    "the engine a larger max_seq_len."
+                )
             executor.step()
         for _ in range(2):  # captures the graph
             executor.step()

@@ -28,10 +28,11 @@ _STATS = "outputs have spec_stats, and LLM.stats() the engine's"
 OURS: Mapping[str, tuple[str, ...]] = {
     # of an engine
     "attention_backend": ("attn_backend",),
-    "block_size": (f"{_CACHE}(tokens_per_block=…)",),
+    "block_size": (f"{_CACHE}(tokens_per_block=…)", "max_draft_len"),
     "context_length": ("max_seq_len",),
     "distributed_executor_backend": ("backend",),
     "enable_adaptive_verification": ('max_draft_len="auto"', "max_verified_drafts"),
+    "eagle3_layers_to_capture": ("target_layer_ids",),
     "enable_autotuner": ("cuda_graph_config=CudaGraphConfig(enable_autotuner=…)",),
     "enable_expert_parallel": ("moe_expert_parallel_size",),
     "enable_prefix_caching": (f"{_CACHE}(enable_block_reuse=…)",),
@@ -78,6 +79,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "suffix_decoding_max_cached_requests": ("global_pool_tokens",),
     "suffix_decoding_max_tree_depth": ("max_matching_ngram_size",),
     "suffix_decoding_min_token_prob": ("min_token_prob",),
+    "target_layer_ids": ("eagle3_layers_to_capture",),
     "use_rejection_sampling": ("acceptance",),
     "write_interval": ("tokens_per_file",),
     # of the KV cache, of graphs

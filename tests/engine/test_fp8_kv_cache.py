@@ -312,7 +312,7 @@ def test_bad_scales_are_named(tmp_path: Path, k: Tensor, said: str) -> None:
 # -- what is refused ---------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", ["int8", "float8", None, 8])
 def test_unknown_dtypes(dtype: Any) -> None:
-    with pytest.raises(ConfigError, match=r"KvCacheConfig.dtype=.*use 'auto' or 'fp8'"):
+    with pytest.raises(ConfigError, match=r"KvCacheConfig.dtype=.*use 'auto' or 'fp8'. .*is e4m3"):
         KvCacheConfig(dtype=dtype)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from trtspec import (
     AutoDecodingConfig,
+    DFlashDecodingConfig,
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     MTPDecodingConfig,
@@ -159,6 +160,7 @@ def test_tensorrt_llm_s_dictionaries() -> None:
             {"speculative_model": "d"},
             DraftTargetDecodingConfig(speculative_model="d", parallel_drafting=True),
         ),
+        ("DFlash2", {"speculative_model": "d"}, DFlashDecodingConfig(speculative_model="d")),
         ("MTP", {"max_draft_len": 3}, MTPDecodingConfig(num_nextn_predict_layers=3)),
         ("NGram", {"max_draft_len": 3}, NGramDecodingConfig(max_draft_len=3)),
         ("Auto", {"max_draft_len": 3}, NGramDecodingConfig(max_draft_len=3)),

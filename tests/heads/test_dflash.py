@@ -272,6 +272,7 @@ def test_the_formats_of_a_head_are_one(target_dir: Path, tmp_path: Path) -> None
         ({"block_size": 1}, "block_size=1"),
         ({"dflash_config": {"target_layer_ids": [1, 3, 4]}}, "mask_token_id"),
         ({"dflash_config": {"mask_token_id": VOCAB}}, f"mask_token_id={VOCAB}"),
+        ({"vocab_size": 60}, f"vocab_size is 60, the target's {VOCAB}. Use a head"),
         ({"dflash_config": {"mask_token_id": 90, "target_layer_ids": [1, 3, 8]}}, "8 is no layer"),
         ({"dflash_config": {"mask_token_id": 90, "target_layer_ids": [1, 3]}}, "fc.weight"),
         ({"architectures": ["DFlash2BeamDraftModel"]}, "DFlash2BeamDraftModel"),

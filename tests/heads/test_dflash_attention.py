@@ -127,6 +127,7 @@ def _edited(
         ({"nested": {"use_swa": True, "swa_window_size": 8}}, "swa_window_size=8: it must be an"),
         ({"nested": {"use_swa": True, "swa_window_size": 0}}, "swa_window_size=0; it must be an"),
         ({"nested": {"swa_window_size": 2.5}}, "swa_window_size=2.5; .* or null"),
+        ({"nested": {"swa_window_size": 20}}, "=20, but nothing says that layers slide. Write"),
         ({"nested": {"backbone_rotary_base": 5000000}}, "a RoPE base of the context's own"),
         ({"nested": {"is_neox_style": False}}, "RoPE that rotates neighbours"),
     ],

@@ -140,3 +140,6 @@ def test_what_is_of_another_kind_is_refused(target_dir: Path, tmp_path: Path) ->
     odd = dflash_dir(tmp_path, markov="vanilla", inner={"markov_head_type": "lstm"})
     with pytest.raises(CheckpointError, match="markov_head_type='lstm'; allowed are vanilla"):
         cpu_engine(target_dir, DSparkDecodingConfig(speculative_model=odd))
+    odd = dflash_dir(tmp_path, markov="vanilla", rank=12, inner={"markov_rank": 13})
+    with pytest.raises(CheckpointError, match=r"markov_w1.*Check markov_rank and vocab_size"):
+        cpu_engine(target_dir, DSparkDecodingConfig(speculative_model=odd))

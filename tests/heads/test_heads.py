@@ -313,7 +313,7 @@ TENSORS: list[tuple[Callable[[Tensors], object], str]] = [
     (_d2t(lambda d: d.to(torch.int8)), "dtype I8; it must be .*I64"),
     (_d2t(torch.zeros_like), "t2d marks 40 of 97 .*not those that d2t maps to.*Copy"),
     (lambda t: t["t2d"].logical_not_(), "t2d marks 57 of 97"),
-    (_put("t2d", torch.ones(96)), "t2d marks 96 of 96"),
+    (_put("t2d", torch.ones(96)), "t2d marks tokens of a vocabulary of 96, and vocab_size is 97"),
     (lambda t: t.pop("d2t"), "among 40 of 97 tokens, but has no d2t .*Copy"),
     (lambda t: t.pop("lm_head.weight"), "draft_vocab_size=40 is not .*no lm_head.weight.*null"),
     (_put("extra", torch.ones(1)), "1 tensors have no place in EAGLE-3, raw: extra"),

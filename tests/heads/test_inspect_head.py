@@ -51,6 +51,20 @@ def test_what_it_tells_of_a_head_that_fits(
     assert code == 0 and "It is whole" in text
 
 
+def test_zero_weights_and_tensors_of_another_place_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = eagle3_dir(tmp_path)
+    weights = path / "model.safetensors"
+    tensors = load_file(weights)
+    save_file(tensors | {"fc.weight": tensors["fc.weight"] * 0}, weights)
+    code, text = _inspect(capsys, path)
+    assert code == 0 and "fc.weight: a trained head has none" in text
+    save_file({f"net.{name}": tensor for name, tensor in tensors.items()}, weights)
+    code, text = _inspect(capsys, path)
+    assert code == 1 and "no fc.weight" in text and "There is a net.fc.weight: its prefix" in text
+
+
 def test_every_mismatch_is_told_at_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, target_dir: Path
 ) -> None:

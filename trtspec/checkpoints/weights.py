@@ -69,6 +69,8 @@ _CONFIG_FIELDS = {
     "conv1d": "linear_conv_kernel_dim and the linear heads",
     "per_layer_input_gate": "hidden_size_per_layer_input and hidden_size",
     "per_layer_projection": "hidden_size_per_layer_input and hidden_size",
+    "markov_w1": "markov_rank and vocab_size",
+    "markov_w2": "markov_rank and draft_vocab_size",
     "attention_conv": "conv_kernel_size and hidden_size",
     "mlp_conv": "conv_kernel_size and hidden_size",
     "kernel_projection": "conv_kernel_size, conv_group_size and hidden_size",

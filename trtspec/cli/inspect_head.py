@@ -97,6 +97,8 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
         facts["Drafts in parallel"] = f"mask token {head.mask_token_id}{limit}"
     if report.mask_hidden is not None:
         facts["Mask state"] = _mask_state(report.mask_hidden, len(head.layers_to_capture))
+    if report.zero_weights:
+        facts["Zero weights"] = f"{', '.join(report.zero_weights)}: a trained head has none"
     if target is not None:
         ropes = "; ".join(
             f"{label}{_rope(kind)}"

@@ -74,7 +74,10 @@ class KvCacheConfig(NamesFields):
         require_bool(self, "enable_block_reuse")
         require_bool(self, "enable_partial_reuse")
         require_int(self, "num_state_copies", 0, None, or_none=True)
-        check_choice("KvCacheConfig.dtype", self.dtype, KV_CACHE_DTYPES)
+        try:
+            check_choice("KvCacheConfig.dtype", self.dtype, KV_CACHE_DTYPES)
+        except ConfigError as error:
+            raise ConfigError(f"{error} 'fp8' is e4m3, the only kind.") from None
         share = self.free_gpu_memory_fraction
         if not is_number(share) or not 0.0 < share <= 1.0:
             raise ConfigError(

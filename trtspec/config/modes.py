@@ -121,6 +121,7 @@ CONFIG_OF_MODE: dict[SpeculativeDecodingMode, type[DecodingBaseConfig]] = {
 CONFIG_OF_TYPE: Mapping[str, tuple[type[DecodingBaseConfig], Mapping[str, Any]]] = {
     **{config.decoding_type: (config, {}) for config in CONFIG_OF_MODE.values()},
     "Eagle3": (EagleDecodingConfig, {}),
+    "DFlash2": (DFlashDecodingConfig, {}),
     "PARD": (DraftTargetDecodingConfig, {"parallel_drafting": True}),
 }
 """TensorRT-LLM's `decoding_type` -> the config, and fields that the type says. Case and underscores

@@ -24,6 +24,7 @@ from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ...models.drafters.base import HeadConfig
 from ...models.drafters.markov import MARKOV_TYPES
+from ..families.llama import SLIDING
 from .fields import (
     check_captures,
     flag_field,
@@ -155,6 +156,8 @@ def parse_dflash(
     mask = _required(fields, "mask_token_id", where)
     layers, origin = _target_layers(fields, where, decoder.num_layers, target, asked)
     vocab = size_field(raw, "draft_vocab_size", decoder.vocab_size, where)
+    # If the head's vocabulary is a smaller one, that is the problem, and it is reported.
+    known_tokens = max(decoder.vocab_size, target.vocab_size if target else 0)
     extra: dict[str, Any] = {}
     source = "speculators" if speculators else "z-lab's"
     unused = ", without its confidence head" if fields.get("enable_confidence_head") else ""
@@ -174,7 +177,7 @@ def parse_dflash(
         captured_by=origin,
         fc_bias="fc.bias" in tensors,
         suggested_draft_len=min(speculative_tokens(raw, where) or trained, trained),
-        mask_token_id=mask_token("mask_token_id", mask, where, decoder.vocab_size),
+        mask_token_id=mask_token("mask_token_id", mask, where, known_tokens),
         trained_draft_len=trained,
         sees_ahead=sees_ahead,
         windows_by_row=windows_by_row,
@@ -261,9 +264,16 @@ def _with_window(inner: dict[str, Any], fields: dict[str, Any], where: Path) -> 
     """Returns the layers' fields, with the window of `swa_window_size` where that is given."""
     if fields.get("swa_window_size") is None:
         return inner
+    window, types = size_field(fields, "swa_window_size", 1, where), inner.get("layer_types")
+    slides = SLIDING in types if isinstance(types, list) else inner.get("use_sliding_window")
+    if fields.get("use_swa") is None and not slides:
+        raise CheckpointError(
+            f"{where}: swa_window_size={window}, but nothing says that layers slide. Write "
+            '"use_swa": true beside it, or false, as the head was trained.'
+        )
     # It counts before sliding_window, as in vLLM.
-    inner = {**inner, "sliding_window": size_field(fields, "swa_window_size", 1, where)}
-    if inner.get("layer_types"):  # these say what slides
+    inner = {**inner, "sliding_window": window}
+    if types:  # these say what slides
         inner["use_sliding_window"] = True
     return inner
 

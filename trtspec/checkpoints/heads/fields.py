@@ -37,9 +37,11 @@ def head_tensors(files: HeadFiles, kind: str) -> Sources:
             )
         renamed[new] = source
     if "fc.weight" not in renamed:
+        other = next((name for name in renamed if name.endswith(".fc.weight")), None)
+        hint = "" if other is None else f" There is a {other}: its prefix is not known."
         raise CheckpointError(
             f"{files.head_dir} has no fc.weight, which every {kind} head has: these are not a "
-            "head's tensors, or not all of them. Copy the head again from its source."
+            f"head's tensors, or not all of them.{hint} Copy the head again from its source."
         )
     return renamed
 

@@ -11,9 +11,13 @@ from ..tensors import TensorSource
 from .records import HeadReport
 
 
-def not_finite(source: TensorSource) -> str | None:
-    """Returns a tensor's problem if it holds NaN or infinity, with its cure."""
-    is_finite = torch.isfinite(source.read())
+def not_finite(source: TensorSource, values: Tensor | None = None) -> str | None:
+    """Returns a tensor's problem if it holds NaN or infinity, with its cure.
+
+    Args:
+        values: what the source holds, where it was read already.
+    """
+    is_finite = torch.isfinite(source.read() if values is None else values)
     if bool(is_finite.all()):
         return None
     return (
@@ -104,6 +108,12 @@ def check_vocabulary_map(report: HeadReport, config: HeadConfig) -> None:
 
 def _check_t2d(report: HeadReport, source: TensorSource, targets: Tensor, vocab: int) -> None:
     marked = source.read().to(torch.bool).flatten()
+    if len(marked) != vocab:
+        report.problems.append(
+            f"t2d marks tokens of a vocabulary of {len(marked)}, and vocab_size is {vocab}. Correct "
+            "vocab_size, or copy the head again."
+        )
+        return
     expected = torch.zeros(vocab, dtype=torch.bool)
     expected[targets] = True
     if not torch.equal(marked, expected):

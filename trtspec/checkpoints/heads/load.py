@@ -222,12 +222,18 @@ def _check_tensors(report: HeadReport, kind: HeadKind, config: HeadConfig) -> No
         )
     for name, placement in placement_of.items():
         if name in sources:
-            problem = _tensor_problem(name, sources[name], placement, config)
-            if problem:
+            source = sources[name]
+            problem = _shape_problem(name, source, placement, config)
+            if problem is None:
+                values = source.read()
+                problem = not_finite(source, values)
+                if values.dim() > 1 and not bool(values.any()):
+                    report.zero_weights.append(source.name)
+            if problem is not None:
                 report.problems.append(problem)
 
 
-def _tensor_problem(
+def _shape_problem(
     name: str, source: TensorSource, placement: Placement, config: HeadConfig
 ) -> str | None:
     layers, width = config.layers_to_capture, config.target_hidden_size
@@ -244,7 +250,7 @@ def _tensor_problem(
             f"{shape_problem(name, source, placement)} It is made for {len(layers)} captured "
             f"layers of width {width}."
         )
-    return shape_problem(name, source, placement) or not_finite(source)
+    return shape_problem(name, source, placement)
 
 
 def _placements_with_offsets(head: DraftHead) -> dict[str, Placement]:

@@ -60,6 +60,7 @@ class HeadReport:
     mask_hidden: Tensor | None = None  # [1, n * Ht], of a head that drafts from mask tokens
     clusters: Tensor | None = None  # [C, V / C] int64, tokens of a clustered lm_head
     problems: list[str] = field(default_factory=list)  # each with its cure
+    zero_weights: list[str] = field(default_factory=list)  # matrices that are zero everywhere
     kind: HeadKind | None = None
 
     def require(self) -> HeadConfig:
