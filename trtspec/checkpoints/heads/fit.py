@@ -110,8 +110,8 @@ def _check_t2d(report: HeadReport, source: TensorSource, targets: Tensor, vocab:
     marked = source.read().to(torch.bool).flatten()
     if len(marked) != vocab:
         report.problems.append(
-            f"t2d marks tokens of a vocabulary of {len(marked)}, and vocab_size is {vocab}. Correct "
-            "vocab_size, or copy the head again."
+            f"t2d marks tokens of a vocabulary of {len(marked)}, and vocab_size is {vocab}. "
+            "Correct vocab_size, or copy the head again."
         )
         return
     expected = torch.zeros(vocab, dtype=torch.bool)
