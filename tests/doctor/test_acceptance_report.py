@@ -644,20 +644,24 @@ def test_step_times(folder: Path, constant: Path, monkeypatch: pytest.MonkeyPatc
     llm = build(constant, eagle(eagle3_dir(folder, draft_vocab=None)), max_seq_len=400)
     plain = LLM(constant, device="cpu", dtype="float32", max_batch_size=3, max_seq_len=400)
     seen: list[tuple[int, int]] = []
+    heats: set[float] = set()
     now = [0.0]
     monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     for executor in (plain.executor, llm.executor):
 
         def spy(executor: Any = executor, step: Any = executor.step) -> Any:
             seen.append((executor.runtime_draft_len, len(executor.scheduler.running)))
+            heats.update(r.sampling_params.temperature for r in executor.scheduler.running)
             is_plain = executor is plain.executor
             now[0] += 0.0005 if is_plain else 0.001 * (1 + executor.runtime_draft_len)
             return step()
 
         executor.step = spy  # type: ignore[method-assign]
     times = measure_step_ms(
-        plain, llm, range(K + 1), [[5, 6, 7], [8, 9]], batch_size=3, steps=4, repeat=2
-    )
+        plain, llm, range(K + 1), [[5, 6, 7], [8, 9]], batch_size=3, steps=4, repeat=2,
+        temperature=0.75,
+    )  # fmt: skip
+    assert heats == {0.75}
     assert times == pytest.approx({0: 0.5, 1: 2.0, 2: 3.0, 3: 4.0})
     for k in (1, 2, 3):
         assert seen.count((k, 3)) >= 4 * 3  # a turn to warm up, and two

@@ -423,7 +423,7 @@ def test_acceptance_is_kept_for_the_next_engine(
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[1]", '{"greedy": [0.5, 2.0]}', '{"other": []}', '{"greedy": 1}', "[" * 10**5],
+    ["", "[1]", '{"greedy": [0.5, 2.0]}', f'{{"greedy": [1{"0" * 400}]}}', '{"other": []}', '{"greedy": 1}', "[" * 10**5],
 )
 def test_a_broken_file_of_rates_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
@@ -585,6 +585,21 @@ def test_steps_that_were_asked_for_less_say_nothing_of_the_rest() -> None:
     tokens = acceptance.expected_tokens()
     assert tokens[1] > 1.98
     assert tokens[3] > 3.9  # like the first
+
+
+def test_what_is_not_asked_for_is_remembered_with_many_requests() -> None:
+    acceptance = RunningAcceptance(3)
+    acceptance.add(3, 2, count=4096)  # 256 requests, 16 steps
+    acceptance.fold()
+    for _ in range(30):
+        acceptance.add(2, 2, count=4096)
+        acceptance.fold()
+    assert acceptance.rates[:2] == pytest.approx([1, 1], abs=0.01)
+    assert acceptance.rates[2] < 0.25, "no draft at this position was ever accepted"
+    for _ in range(30):
+        acceptance.add(2, 2, count=4096)
+        acceptance.fold()
+    assert acceptance.rates[2] > 0.8, "but that was long ago"
 
 
 def test_earlier_acceptance_is_forgotten() -> None:
@@ -788,6 +803,7 @@ def test_times_are_medians_then_follow() -> None:
         "[[1, true, false, 0, 0.0, 0.0]]",
         "[[1, true, false, 0, NaN, 0.0]]",
         "[[1, true, false, 0, Infinity, 0.0]]",
+        "[[1, true, false, 0, 5e-324, 0.0]]",
         "[[1e999, true, false, 0, 1.0, 0.0]]",
         "[[4, true, false, -20, 0.1, 0.0]]",
         "[[0, true, false, 1, 0.1, 0.0]]",

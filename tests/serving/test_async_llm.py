@@ -303,6 +303,71 @@ def test_tokens_of_a_preempted_request_are_told_while_it_waits(
     assert not late
 
 
+def test_a_second_reader_is_refused_and_the_first_goes_on(
+    model_dir: Path, reference: LLM
+) -> None:
+    want = reference.generate(PROMPTS[0], LONG)
+
+    async def last(stream: Any) -> RequestOutput:
+        return [output async for output in stream][-1]
+
+    async def test(llm: AsyncLLM) -> None:
+        for first_starts in (True, False):
+            stream = llm.generate(PROMPTS[0], LONG)
+            if first_starts:
+                await stream.start()
+            answers = await asyncio.gather(last(stream), last(stream), return_exceptions=True)
+            refused = [a for a in answers if isinstance(a, RuntimeError)]
+            (output,) = [a for a in answers if isinstance(a, RequestOutput)]
+            assert len(refused) == 1 and "Another task" in str(refused[0])
+            assert same(output, want)
+
+    run(model_dir, test)
+
+
+def test_a_stream_that_was_refused_may_be_started_again(model_dir: Path, reference: LLM) -> None:
+    want = reference.generate(PROMPTS[0], greedy())
+
+    async def test(llm: AsyncLLM) -> None:
+        first, second = llm.generate(PROMPTS[1], LONG), llm.generate(PROMPTS[0], greedy())
+        await first.start()
+        llm.max_live = 1
+        with pytest.raises(QueueFullError):
+            await second.start()
+        await first.aclose()
+        while llm.num_live:
+            await asyncio.sleep(0.01)
+        await second.start()
+        assert same([output async for output in second][-1], want)
+
+    run(model_dir, test)
+
+
+def test_places_of_a_closed_loop_are_not_given_back_to_the_next(model_dir: Path) -> None:
+    engine = make_llm(model_dir)
+    llm, gate = AsyncLLM(engine), threading.Event()
+    first = asyncio.new_event_loop()
+    llm._preparer.submit(gate.wait)  # so that the first loop's prompt is not tokenised yet
+
+    async def begin() -> Any:
+        stream = llm.generate(PROMPTS[0], greedy())
+        coroutine = stream.start()
+        coroutine.send(None)
+        return coroutine
+
+    coroutine = first.run_until_complete(begin())
+    first.close()
+    gate.set()
+
+    async def test() -> None:
+        await read(llm, PROMPTS[1], greedy())
+        coroutine.close()
+        assert llm.num_live == 0
+        await asyncio.wait_for(llm.shutdown(timeout=60), 20)
+
+    asyncio.run(test())
+
+
 def test_sources_say_which_draft_a_token_was(model_dir: Path) -> None:
     async def test(llm: AsyncLLM) -> None:
         stream = llm.generate(PROMPTS[0], greedy(60), keep_sources=True)

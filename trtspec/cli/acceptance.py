@@ -155,6 +155,7 @@ def _advise(
         range(llm.max_draft_len + 1),
         ids[start : start + batch],
         batch_size=batch,
+        temperature=report.temperatures[0],
         progress=progress,
     )
     return advise(step_ms, report.rates_to_advise, batch)

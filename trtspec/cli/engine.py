@@ -83,10 +83,10 @@ def parse_draft_len(text: str) -> int | Literal["auto"]:
     0 is refused, too: in a config it means the drafter's own, and here it would seem to mean none.
     """
     number = int_or_auto("--max-draft-len", text, "drafts")
-    if number == 0:
+    if number != "auto" and number < 1:
         raise CliError(
-            "--max-draft-len 0: give 1 or more. Leave it out for the drafter's own number, or "
-            "leave out --speculative to draft nothing."
+            f"--max-draft-len {number}: give 1 or more. Leave it out for the drafter's own number, "
+            "or leave out --speculative to draft nothing."
         )
     return number
 

@@ -78,6 +78,11 @@ class SweepCommand:
                 f"--columns {wrong[0]}: with --speculative {options.speculative} there is no such "
                 f"column. Give some of {', '.join(possible)}."
             )
+        if sweep.fixed is not None and "fixed" not in columns:
+            raise CliError(
+                f"--fixed {sweep.fixed} has the lengths of the column fixed, which --columns leaves "
+                "out. Name it there, or leave out --fixed."
+            )
         contexts = parse_contexts(sweep.contexts)
         concurrencies = parse_numbers("--concurrency", sweep.concurrency, int, 1, 4096)
         fixed = None if sweep.fixed is None else parse_numbers("--fixed", sweep.fixed, int, 1, 64)
@@ -296,6 +301,8 @@ def _names(option: str, text: str | None, known: Sequence[str]) -> list[str]:
     for name in names:
         if name not in known:
             raise CliError(f"{option} {text!r}: {name!r} is not one of {', '.join(known)}.")
+    if text is not None and not names:
+        raise CliError(f"{option} {text!r} names nothing: give some of {', '.join(known)}.")
     return list(dict.fromkeys(names))
 
 
@@ -314,8 +321,6 @@ def _kinds(given: PromptOptions, text: str | None) -> dict[str, list[AcceptanceP
         return {"given": asked}
     known, text = (*CATEGORIES, AGENT), DEFAULT_KINDS if text is None else text
     names = list(known) if text == "all" else _names("--kinds", text, known)
-    if not names:
-        raise CliError(f"--kinds {text!r} names no kind of text: give some of {', '.join(known)}.")
     built_in, agents = load_prompts(), agent_prompts()
     tasks = len(dict.fromkeys(prompt.category for prompt in agents))
     each = len(agents) // tasks

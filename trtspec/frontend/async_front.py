@@ -320,8 +320,8 @@ class AsyncFront(NamesAttributes, ABC):
         return True
 
     # -- for OutputStream ------------------------------------------------------------------------
-    def reserve(self, count: int) -> None:
-        """Takes places in the queue.
+    def reserve(self, count: int) -> asyncio.AbstractEventLoop:
+        """Takes places in the queue. Returns the running event loop, which they belong to.
 
         Raises:
             RequestError: there are fewer places. QueueFullError, EngineError: see `generate`.
@@ -343,6 +343,7 @@ class AsyncFront(NamesAttributes, ABC):
                 "later."
             )
         self._num_preparing += count
+        return loop
 
     def check_count(self, count: int) -> None:
         """Raises RequestError for more completions at a time than the queue has places."""
@@ -352,15 +353,16 @@ class AsyncFront(NamesAttributes, ABC):
                 "wait. Ask for fewer, or raise max_num_requests_in_queue."
             )
 
-    def release(self, count: int) -> None:
-        """Gives back places of requests that are not started."""
-        self._num_preparing -= count
-        self._idle.set()
+    def release(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
+        """Gives back places of requests that are not started; none of an earlier loop's is left."""
+        if loop is self._loop:
+            self._num_preparing -= count
+            self._idle.set()
 
     def follow(self, feeds: Sequence[Feed]) -> None:
         """Counts requests that are queued, in place of their reserved places."""
         self._live.update(feed for feed in feeds if not feed.is_done)
-        self.release(len(feeds))
+        self.release(len(feeds), asyncio.get_running_loop())
 
     def forget(self, feed: Feed) -> None:
         """Called when a request is done."""

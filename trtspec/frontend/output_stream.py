@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -48,7 +49,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         self._cache_salt, self._keep_sources = cache_salt, keep_sources
         self._feeds: list[Feed] = []
         self._readers: list[OutputReader] = []
-        self._is_started = False
+        self._is_started = self._is_starting = False
         self.markers: tuple[str, ...] = ()
         """Set before the stream is started: the text has these, also as special tokens."""
         self.arrived = 0.0
@@ -77,12 +78,27 @@ class OutputStream(AsyncIterator[RequestOutput]):
         return self._feeds[0].request.request_id
 
     async def start(self) -> None:
-        """Checks and queues the request, which the first `anext()` does otherwise."""
+        """Checks and queues the request, which the first `anext()` does otherwise.
+
+        After an error it may be called again.
+
+        Raises:
+            RuntimeError: another task starts it. Other errors as `AsyncFront.generate`.
+        """
+        if self._is_starting:
+            raise RuntimeError("Another task starts this stream: one task reads it.")
         if self._is_started:
             return
+        self._is_starting = True
+        try:
+            await self._start()
+        finally:
+            self._is_starting = False
         self._is_started = True
+
+    async def _start(self) -> None:
         arrived, params = self.arrived or time.perf_counter(), self._params
-        self._llm.reserve(params.n)
+        loop = self._llm.reserve(params.n)
         try:
             text, ids = await self._tokens()
             if params.bad_words or params.stop_strings:
@@ -102,7 +118,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
             self._feeds = await self._llm.open_requests(asked, self.bell)
             self._readers = [OutputReader(feed.request, text, tokenizer) for feed in self._feeds]
         except BaseException:
-            self._llm.release(params.n)
+            self._llm.release(params.n, loop)
             raise
         self._llm.follow(self._feeds)
 
@@ -116,7 +132,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         while not (pieces := self.take()) and not self.is_read:
             try:
                 await self.bell.wait()
-            except BaseException:  # the task is cancelled
+            except (asyncio.CancelledError, GeneratorExit):  # not: another task reads it
                 self.cancel()
                 raise
         return pieces

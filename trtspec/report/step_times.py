@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from statistics import median
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ def measure_step_ms(
     batch_size: int = 1,
     steps: int = 32,
     repeat: int = 3,
+    temperature: float = 0.0,
     progress: Progress | None = None,
 ) -> dict[int, float]:
     """Milliseconds of a step of the whole batch, by draft length.
@@ -42,6 +44,7 @@ def measure_step_ms(
     Args:
         plain: an engine without a drafter, for length 0.
         prompts: token ids; the first `batch_size` (again from the start if fewer) run together.
+        temperature: of all requests. To draw and judge sampled tokens takes time, too.
 
     Raises:
         ConfigError: a draft length or count cannot be, or the sequences do not fit the engine.
@@ -52,6 +55,7 @@ def measure_step_ms(
     if not all(0 <= k <= longest for k in draft_lens):
         raise ConfigError(f"draft_lens={list(draft_lens)}: they must be in 0 … {longest}.")
     batch = [list(ids) for ids in islice(cycle(prompts), batch_size)]
+    params = SamplingParams(temperature=temperature, ignore_eos=True)
     turns: dict[int, list[float]] = {k: [] for k in draft_lens}
     for turn in range(repeat + 1):
         for number, k in enumerate(turns):
@@ -60,7 +64,7 @@ def measure_step_ms(
                 progress("timing steps", done, (repeat + 1) * len(turns))
             executor = speculative.executor if k else plain.executor
             with executor.draft_len_held_at(k):
-                ms = _time_steps(executor, batch, steps, k)
+                ms = _time_steps(executor, batch, params, steps, k)
             if turn:
                 turns[k].append(ms)
     return {k: median(times) for k, times in turns.items()}
@@ -78,7 +82,7 @@ def step_seconds_without_drafts(llm: LLM) -> float | None:
         return None
     try:
         with executor.draft_len_held_at(0):
-            return _time_steps(executor, [[0] * 8], 12, 0) / 1000
+            return _time_steps(executor, [[0] * 8], SamplingParams(ignore_eos=True), 12, 0) / 1000
     except ConfigError:
         return None
     finally:
@@ -87,7 +91,11 @@ def step_seconds_without_drafts(llm: LLM) -> float | None:
 
 
 def _time_steps(
-    executor: PyExecutor, batch: Sequence[list[int]], steps: int, draft_len: int
+    executor: PyExecutor,
+    batch: Sequence[list[int]],
+    params: SamplingParams,
+    steps: int,
+    draft_len: int,
 ) -> float:
     # Requests that got a place first have taken some steps when the last one begins.
     most = (2 * len(batch) + WARM_STEPS + steps + 2) * (draft_len + 1)
@@ -98,7 +106,7 @@ def _time_steps(
             f"{len(batch)} prompts of up to {longest} tokens and {most} new ones do not fit the "
             f"engine (max_batch_size={executor.config.max_batch_size}, max_seq_len={limit})."
         )
-    params = SamplingParams(max_tokens=most, ignore_eos=True)
+    params = replace(params, max_tokens=most)
     requests = [executor.enqueue(ids, params) for ids in batch]
     try:
         while not all(r.num_steps >= WARM_STEPS or r.is_finished for r in requests):

@@ -24,6 +24,9 @@ NAMES = {"greedy": True, "sampled": False}
 class RunningAcceptance:
     """Shares of accepted drafts by position, where all before were accepted. It forgets slowly.
 
+    Each position forgets by its own results. With many requests one that is not asked for would
+    else be unknown again, and be tried, every few dozen steps.
+
     Args:
         kept: the shares of an earlier engine, of the first positions. They count as few results.
     """
@@ -46,9 +49,10 @@ class RunningAcceptance:
         if not any(asked for asked, _ in self._seen):  # nothing was drafted
             self._seen.clear()
             return
-        kept = min(KEEP, MEMORY / max(1.0, *self._reached))
-        for sums in (self._reached, self._accepted):
-            sums[:] = [kept * value for value in sums]
+        for position, reached in enumerate(self._reached):
+            kept = min(KEEP, MEMORY / max(1.0, reached))
+            self._reached[position] *= kept
+            self._accepted[position] *= kept
         for (asked, accepted), results in self._seen.items():
             for position in range(min(asked, len(self._reached))):
                 if accepted >= position:
@@ -135,7 +139,7 @@ def load_rates(path: Path | None) -> dict[bool, list[float]]:
     except FileNotFoundError:
         return {}
     except (
-        OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError,
+        OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, ArithmeticError,
     ) as error:  # fmt: skip
         logger.warning("%s holds no shares of accepted drafts and is ignored: %s", path, error)
         return {}

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 FEW, WEIGHT = 5, 0.03
 MOST = 1.5  # times the average: what a slow step counts at most
+LEAST = 1e-9  # seconds of a step: what a file may say
 LEAST_WAIT = 0.02  # of a step: where the host waits less, the device was done before
 HOST_AT_REST = 0.75  # of what the host's work takes with drafts: what it takes without any
 HOST_STEPS = 32  # the latest ones, whose work on the host is remembered
@@ -223,7 +224,7 @@ def _read(path: Path) -> dict[StepShape, dict[int, StepSeconds]]:
             path.read_text()
         ):
             seconds = StepSeconds(float(fixed), float(per_token))
-            if not (min(seconds) >= 0 and 0 < sum(seconds) < inf):
+            if not (min(seconds) >= 0 and LEAST < sum(seconds) < inf):
                 raise ValueError(f"{fixed} and {per_token} seconds")
             if size < 1 or not 0 <= draft_len <= MAX_DRAFT_LEN:
                 raise ValueError(f"{size} requests and {draft_len} drafts")
