@@ -524,7 +524,10 @@ def test_a_bug_keeps_its_traceback(run, fake, monkeypatch):
         (["--prompt", "a", "--speculative", "draft_target"], "give --draft-model DIR"),
         (["--prompt", "a", "--draft-model", "model"], "NONE drafts without a model"),
         (["--prompt", "a", "--max-draft-len", "4"], "nothing drafts: name a --speculative mode"),
-        (["--prompt", "a", "--speculative", "ngram", "--max-draft-len", "-1"], "--max-draft-len -1: give 1 or more"),
+        (
+            ["--prompt", "a", "--speculative", "ngram", "--max-draft-len", "-1"],
+            "--max-draft-len -1: give 1 or more",
+        ),
         (["--prompt", "a", "--speculative", "ngram", "--max-draft-len", "0"], "give 1 or more"),
         (["--prompt", "a", "--draft-len-schedule", "4:2"], "nothing drafts"),
         (

@@ -423,7 +423,15 @@ def test_acceptance_is_kept_for_the_next_engine(
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[1]", '{"greedy": [0.5, 2.0]}', f'{{"greedy": [1{"0" * 400}]}}', '{"other": []}', '{"greedy": 1}', "[" * 10**5],
+    [
+        "",
+        "[1]",
+        '{"greedy": [0.5, 2.0]}',
+        f'{{"greedy": [1{"0" * 400}]}}',
+        '{"other": []}',
+        '{"greedy": 1}',
+        "[" * 10**5,
+    ],
 )
 def test_a_broken_file_of_rates_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str

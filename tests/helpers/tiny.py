@@ -42,6 +42,20 @@ EXPERTS: dict[str, Any] = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 32,
 }  # fmt: skip
+LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "short_factor": [1.05, 1.05, 1.1, 1.25, 1.5, 2.0],
+    "long_factor": [1.08, 1.3, 2.2, 8.0, 20.0, 40.0],
+    "original_max_position_embeddings": 128,
+    "partial_rotary_factor": 0.75,
+}
+"""As Phi-4-mini's, for 12 of 16 dimensions."""
+LONG_PHI: dict[str, Any] = {
+    "rope_parameters": LONG,
+    "original_max_position_embeddings": 128,
+    "max_position_embeddings": 1024,
+}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "head_dim": 16, "num_attention_heads": 4, "use_qk_norm": True, "attention_bias": True,

@@ -11,7 +11,7 @@ import torch
 from loading import ON_CPU
 from oracle import logit_error, prompt_tensors
 from safetensors.torch import load_file, save_file
-from tiny import prefill_metadata, tiny_model_dir
+from tiny import LONG, LONG_PHI, prefill_metadata, tiny_model_dir
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -62,6 +62,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("phi3", {}),
     ("phi3", {"sliding_window": 7, "partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
+    ("phi3", LONG_PHI),
+    (
+        "llama",
+        {
+            "rope_parameters": LONG | {"partial_rotary_factor": 1.0, "attention_factor": 1.4},
+            "head_dim": 12,
+        },
+    ),
     ("seed_oss", {"head_dim": 16}),
     ("seed_oss", {"head_dim": 8, "attention_bias": False, "attention_out_bias": True}),
     ("smollm3", {"no_rope_layer_interval": 2}),
@@ -363,7 +371,15 @@ QWEN_SLIDING = {"model_type": "qwen3", "sliding_window": 5}
         ({"is_causal": False}, r"is_causal=False .* generates no text"),
         ({"model_type": None}, r"model_type=None"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"'dynamic'.*default, linear"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, r"rope_type='longrope'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, r"longrope|cannot read"),
+        (
+            {"rope_parameters": LONG | {"partial_rotary_factor": 1}},
+            r"short_factor has 6 values; it",
+        ),
+        (
+            {"rope_parameters": LONG | {"partial_rotary_factor": 1, "short_factor": [1.0, 0] * 4}},
+            r"short_factor has 8 values; it must be a list of \d+ positive numbers",
+        ),
         ({"rope_parameters": {"rope_type": "new", "rope_theta": 1e4}}, r"rope_type='new'"),
         ({"rope_scaling": {"type": "linear"}}, r"cannot read.*factor"),
         (

@@ -3,6 +3,7 @@ config."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,10 @@ from oracle import Oracle, logit_error, prompt_tensors
 from quantized import to_blocks
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks
-from tiny import tiny_model_dir
+from tiny import LONG_PHI, tiny_model_dir
 from tiny_gemma import edit_config
 
+from trtspec import LLM
 from trtspec.checkpoints.families.llama import FULL, SLIDING
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.place import WeightForm
@@ -27,10 +29,14 @@ from trtspec.cli.inspect_head import _rope
 from trtspec.distributed.parallel import Parallel
 from trtspec.doctor.trials import rope_trials
 from trtspec.errors import CheckpointError, ConfigError
-from trtspec.models.rope import NOT_ROTATED
+from trtspec.models.rope import NOT_ROTATED, build_cos_sin
 from trtspec.ops.layer.fp8 import dequantize
 from trtspec.train.new_head import NewHead, head_config
 
+SCALED = {
+    "rope_type": "yarn", "rope_theta": 1000.0, "factor": 16.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "minimax_m2": {},
@@ -74,6 +80,31 @@ def test_heads_that_can_be_trained(tmp_path: Path, family: str) -> None:
     assert not (made.norm_offset or made.output_gate or made.linear_layers)
     with pytest.raises(ConfigError, match=r"post_norms|norms_all_heads|layer_types|mixture"):
         head_config(NewHead("mtp"), config, None)
+
+
+def test_long_rope_within_its_original_length(tmp_path: Path) -> None:
+    """Phi-4-mini's; `test_models.py` compares logits."""
+    path = tiny_model_dir(tmp_path, "phi3", **LONG_PHI)
+    llm = LLM(path, device="cpu", dtype="float32", max_batch_size=2)
+    assert llm.executor.config.max_seq_len == 128
+    config = load_config(path)
+    factor = math.sqrt(1 + math.log(1024 / 128) / math.log(128))
+    assert float(build_cos_sin(config, 2)[0, 0]) == pytest.approx(factor)
+    with pytest.raises(ConfigError, match=r"in 2 … 128, the model's original length: longer texts"):
+        LLM(path, device="cpu", max_seq_len=256)
+    with pytest.raises(ConfigError, match=r"in 2 … 256, .*Its YaRN reaches to 1024: raise max_pos"):
+        LLM(tiny_model_dir(tmp_path / "yarn", rope_parameters=SCALED),
+            device="cpu", max_seq_len=512)  # fmt: skip
+    for kind in ("eagle3", "dflash"):  # a head rotates all of its 16 dimensions
+        mask = 90 if kind == "dflash" else None
+        new = NewHead(kind, layers_to_capture=(0, 1, 2), mask_token_id=mask)
+        made = head_config(new, config, 9).decoder
+        assert made.rope_parameters == {"rope_type": "default", "rope_theta": 1000.0}
+    head = SimpleNamespace(config=SimpleNamespace(decoder=made))
+    assert not any("longrope" in trial.cure for trial in rope_trials(head, config))
+    head.config.decoder = replace(config, layer_types=(), type_fields={})
+    head.config.decoder = replace(head.config.decoder, rope_parameters=made.rope_parameters)
+    assert any("longrope" in trial.cure for trial in rope_trials(head, config))
 
 
 def test_stacks_of_another_size_are_refused(tmp_path: Path) -> None:

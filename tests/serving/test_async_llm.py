@@ -303,9 +303,7 @@ def test_tokens_of_a_preempted_request_are_told_while_it_waits(
     assert not late
 
 
-def test_a_second_reader_is_refused_and_the_first_goes_on(
-    model_dir: Path, reference: LLM
-) -> None:
+def test_a_second_reader_is_refused_and_the_first_goes_on(model_dir: Path, reference: LLM) -> None:
     want = reference.generate(PROMPTS[0], LONG)
 
     async def last(stream: Any) -> RequestOutput:

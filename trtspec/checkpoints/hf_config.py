@@ -17,6 +17,7 @@ from ..errors import CheckpointError, described
 from ..models.config import DecoderConfig
 from ..models.rope import ROPE_TYPES, RopeTables
 from .families import FAMILIES, Family
+from .families.long_rope import LONG_ROPE, within_original_length
 from .files import is_there, read_json_object
 from .quantization import quantization_of
 from .text_part import TEXT_TYPES, text_config
@@ -83,6 +84,7 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
         raw=merged,
     )
     config = replace(config, **_fields_of_family(raw["model_type"], hf, where))
+    config = within_original_length(config, where)
     for layer in map(config.of_layer, range(config.num_layers)):
         _check_heads(layer.num_heads, layer.num_kv_heads, layer.head_dim, where)
     _check_rotation(config, where)
@@ -314,11 +316,19 @@ def _check_rope(rope: Any, where: Path, family: Family) -> None:
         if len(nested) == len(rope):
             for parameters in nested:
                 _check_rope(parameters, where, replace(family, has_rope_by_type=False))
+                if LONG_ROPE in (parameters.get("rope_type"), parameters.get("type")):
+                    raise CheckpointError(
+                        f"{where}: rope_type={LONG_ROPE!r} of some layers is not supported; it is "
+                        "where all layers have the same. Use another model."
+                    )
             return
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        form = "one flat object for all layers"
+        if family.has_rope_by_type:
+            form = "an object for each layer type, such as full_attention,"
         raise CheckpointError(
-            f"{where}: RoPE parameters {rope!r}: one flat object for all layers is supported, "
-            f"with rope_type one of {', '.join(ROPE_TYPES)}. Use another model."
+            f"{where}: RoPE parameters {rope!r}: {form} is supported, with rope_type one of "
+            f"{', '.join(ROPE_TYPES)}. Use another model."
         )
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if family.has_mrope and rope_type == "mrope":  # what it was called before "default"
@@ -337,8 +347,8 @@ def _check_rope(rope: Any, where: Path, family: Family) -> None:
     if rope_type not in ROPE_TYPES:
         raise CheckpointError(
             f"{where}: rope_type={rope_type!r} is not supported; allowed are "
-            f"{', '.join(ROPE_TYPES)}. Remove the scaling to use the model within its original "
-            "context length, or use another model."
+            f"{', '.join(ROPE_TYPES)}. Remove the scaling if it is 'dynamic', to use the model "
+            "within its original length, or use another model."
         )
     _check_partial_rotary(rope, where, family)
 

@@ -80,7 +80,7 @@ class SweepCommand:
             )
         if sweep.fixed is not None and "fixed" not in columns:
             raise CliError(
-                f"--fixed {sweep.fixed} has the lengths of the column fixed, which --columns leaves "
+                f"--fixed {sweep.fixed} has lengths of the column fixed, which --columns leaves "
                 "out. Name it there, or leave out --fixed."
             )
         contexts = parse_contexts(sweep.contexts)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoints.families.long_rope import rope_of_other_layers
 from ..models.config import DecoderConfig
 from ..models.decoder import Attention
 from ..models.drafters.base import DraftHead
@@ -157,7 +158,7 @@ def _rope_trials_of(kind: str, decoder: DecoderConfig, target: DecoderConfig) ->
     if now == NOT_ROTATED:
         return []
     trials, bases = list[Trial](), set() if _is_scaled(now) else {now.get("rope_theta")}
-    for name, parameters in _candidates(target, kind, now):
+    for name, parameters in _candidates(target, kind, decoder):
         theta, is_of_target = parameters["rope_theta"], bool(name)
         if parameters == now or (not is_of_target and theta in bases):
             continue
@@ -178,7 +179,9 @@ def _rope_trials_of(kind: str, decoder: DecoderConfig, target: DecoderConfig) ->
     return trials
 
 
-def _candidates(target: DecoderConfig, kind: str, now: Rope) -> Iterator[tuple[str, Rope]]:
+def _candidates(
+    target: DecoderConfig, kind: str, decoder: DecoderConfig
+) -> Iterator[tuple[str, Rope]]:
     """Yields (name of the target's layers, "" for a usual base; the parameters).
 
     The target's come first, those of the same kind before others. A head may be trained without
@@ -187,12 +190,13 @@ def _candidates(target: DecoderConfig, kind: str, now: Rope) -> Iterator[tuple[s
     kinds = list(dict.fromkeys(target.layer_types[: target.num_layers]))
     seen: list[Rope] = []
     for target_kind in sorted(kinds, key=lambda k: k != kind) or [""]:
-        parameters = dict(_rope_of(target, target_kind))
+        rotary_dim = decoder.rotary_dim or decoder.head_dim
+        parameters = rope_of_other_layers(_rope_of(target, target_kind), rotary_dim)
         if parameters not in (NOT_ROTATED, *seen):
             seen.append(parameters)
             name = f"the target's {target_kind} layers'" if target_kind else "the target's"
             yield name, parameters
-    for theta in (now["rope_theta"], *_USUAL_BASES):
+    for theta in (_rope_of(decoder, kind)["rope_theta"], *_USUAL_BASES):
         yield "", {"rope_type": "default", "rope_theta": theta}
 
 

@@ -449,8 +449,8 @@ def _sequence_length(asked: int | None, configs: list[DecoderConfig]) -> int:
         length = asked
     else:
         raise ConfigError(
-            f"max_seq_len={shown(asked)}: it must be an int in 2 … {limit}, the model's "
-            "max_position_embeddings."
+            f"max_seq_len={shown(asked)}: it must be an int in 2 … {limit}, "
+            f"{_what_limits(configs[0])}."
         )
     for config in configs[1:]:
         if config.max_position_embeddings < length:
@@ -461,6 +461,22 @@ def _sequence_length(asked: int | None, configs: list[DecoderConfig]) -> int:
             )
             length = config.max_position_embeddings
     return length
+
+
+def _what_limits(config: DecoderConfig) -> str:
+    """Returns what says how many positions a model has, and what could raise it."""
+    rope, limit = config.rope_parameters, config.max_position_embeddings
+    if rope.get("rope_type") == "longrope":
+        return "the model's original length: longer texts by LongRoPE are not offered"
+    reach = 0.0
+    if rope.get("rope_type") == "yarn":
+        reach = rope.get("factor", 0) * rope.get("original_max_position_embeddings", 0)
+    if reach > limit:
+        return (
+            f"the model's max_position_embeddings. Its YaRN reaches to {reach:.0f}: raise "
+            "max_position_embeddings in config.json to that"
+        )
+    return "the model's max_position_embeddings"
 
 
 __getattr__ = renamed(

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..ops.layer.rope import Rope
 from .config import DecoderConfig
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 NOT_ROTATED = {"rope_type": "none"}
 """RoPE parameters of layers without positions (NoPE), here alone: no config.json has them."""
 

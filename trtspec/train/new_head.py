@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..checkpoints.families.long_rope import rope_of_other_layers
 from ..checkpoints.heads.dflash_config import default_target_layers, widened
 from ..checkpoints.heads.eagle_config import default_layers_to_capture
 from ..checks import MAX_SIZE
@@ -247,7 +248,9 @@ def _plain_layers(spec: NewHead, target: DecoderConfig) -> DecoderConfig:
         head_dim=target.head_dim,
         max_position_embeddings=like.max_position_embeddings,  # some RoPE types depend on it
         rms_norm_eps=like.rms_norm_eps,
-        rope_parameters=_readable_rope(spec.kind, like.rope_parameters),
+        rope_parameters=rope_of_other_layers(
+            _readable_rope(spec.kind, like.rope_parameters), target.head_dim
+        ),
         layer_windows=(spec.sliding_window,) * spec.num_layers,
         dtype=target.dtype,
         raw=target.raw,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,3 +41,13 @@ def refuse_other(hf: Any, where: Path, **computed: Any) -> None:
                 f"{where}: {name}={setting!r} is not supported; allowed is {value!r}. Use another "
                 "model."
             )
+
+
+def refuse_truncate(rope: Mapping[str, Any], layer_type: str, where: Path) -> None:
+    """Raises CheckpointError for YaRN's `truncate` in the RoPE parameters of a layer type."""
+    if rope.get("truncate", True) is not True:
+        raise CheckpointError(
+            f"{where}: truncate={rope['truncate']!r} in rope_parameters of {layer_type!r}: "
+            "transformers ignores it there, so what the model was made with is not known. "
+            "Remove it."
+        )

@@ -20,7 +20,7 @@ from typing import Any
 
 from ...checks import checked_int, checked_positive, is_int
 from ...errors import CheckpointError
-from .family import refuse_other
+from .family import refuse_other, refuse_truncate
 from .llama import FULL, SLIDING, windows_by_type
 from .moe import gemma_moe
 
@@ -104,12 +104,7 @@ def _by_type(hf: Any, where: Path, fields: dict[str, dict[str, Any]]) -> dict[st
                 f"{where}: rope_parameters of {name!r} are {rope!r}. Give a rope_type, and a "
                 "partial_rotary_factor only with rope_type 'proportional'."
             )
-        if rope.get("truncate", True) is not True:
-            raise CheckpointError(
-                f"{where}: truncate={rope['truncate']!r} in rope_parameters of {name!r}: "
-                "transformers ignores it there, so what the model was made with is not known. "
-                "Remove it."
-            )
+        refuse_truncate(rope, name, where)
     types = tuple(hf.layer_types)
     return {"layer_types": types, "type_fields": fields, **fields[types[-1]]}
 

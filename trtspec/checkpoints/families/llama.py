@@ -101,11 +101,13 @@ def windows_by_type(hf: Any, where: Path) -> tuple[int | None, ...]:
             f"{unknown}. Give {FULL!r} or {SLIDING!r} for every layer."
         )
     if window is None and SLIDING in types:
+        use = getattr(hf, "use_sliding_window", None)
+        also = f" and use_sliding_window={use!r}" if use is not None else ""
+        to_do = " and use_sliding_window to true" if use is False else ""
         raise CheckpointError(
             f"{where}: layer_types names 'sliding_attention', but no window is in force "
-            f"(use_sliding_window={getattr(hf, 'use_sliding_window', None)!r}). Set "
-            "use_sliding_window to true and sliding_window to a number, or make those layers "
-            "'full_attention'."
+            f"(sliding_window=None{also}). Set sliding_window to a number{to_do}, or make those "
+            "layers 'full_attention'."
         )
     return tuple(window if kind == SLIDING else None for kind in types)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...checks import is_int
 from ...errors import CheckpointError
+from .family import refuse_truncate
 from .llama import FULL, SLIDING, rotating, windows_by_type
 
 
@@ -20,6 +21,8 @@ def olmo2(hf: Any, where: Path) -> dict[str, Any]:
 def olmo3(hf: Any, where: Path) -> dict[str, Any]:
     """OLMo-2 with windows, and RoPE parameters by layer type."""
     fields = {kind: {"rope_parameters": dict(hf.rope_parameters[kind])} for kind in (SLIDING, FULL)}
+    for kind in fields:
+        refuse_truncate(fields[kind]["rope_parameters"], kind, where)
     return {
         **olmo2(hf, where),
         "layer_windows": windows_by_type(hf, where),

@@ -73,8 +73,8 @@ def qwen3_5(hf: Any, where: Path) -> dict[str, Any]:
 
 
 def qwen3_5_moe(hf: Any, where: Path) -> dict[str, Any]:
-    refuse_other(hf, where, norm_topk_prob=True)
-    return {**qwen3_5(hf, where), "moe": _moe(hf, where)}
+    refuse_other(hf, where, norm_topk_prob=True)  # null is the same
+    return {**qwen3_5(hf, where), "moe": replace(_moe(hf, where), norm_topk_prob=True)}
 
 
 def qwen3_next(hf: Any, where: Path) -> dict[str, Any]:

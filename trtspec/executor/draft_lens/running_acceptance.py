@@ -139,7 +139,8 @@ def load_rates(path: Path | None) -> dict[bool, list[float]]:
     except FileNotFoundError:
         return {}
     except (
-        OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, ArithmeticError,
+        OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,
+        RecursionError,
     ) as error:  # fmt: skip
         logger.warning("%s holds no shares of accepted drafts and is ignored: %s", path, error)
         return {}
