@@ -105,9 +105,11 @@ class LLM(NamesAttributes):
 
     @property
     def chooses_draft_len(self) -> bool:
-        """Whether K is the most, and a step's own is chosen while serving."""
+        """Whether K is the most, and what a step drafts or verifies is chosen while serving."""
         config = self.executor.worker.config
-        return config is not None and config.draft_len_schedule == "auto"
+        if config is None:
+            return False
+        return "auto" in (config.draft_len_schedule, config.max_verified_drafts)
 
     @property
     def acceptance(self) -> str | None:

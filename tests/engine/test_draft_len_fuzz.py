@@ -39,6 +39,7 @@ from trtspec import (
 from trtspec.config import DecodingBaseConfig
 from trtspec.executor import build
 from trtspec.executor.draft_lens.auto_draft_len import AutoDraftLen
+from trtspec.executor.draft_lens.auto_verified import AutoVerified
 from trtspec.executor.request import Request, ScheduledBatch
 from trtspec.metadata.attention import AttentionMetadata
 
@@ -104,6 +105,7 @@ DRAFTERS: dict[str, Callable[[Path], Made]] = {
     "ngram": lambda folder: _lookup(folder, NGramDecodingConfig),
     "sa": lambda folder: _lookup(folder, SADecodingConfig),
 }
+NETWORKS = [n for n in DRAFTERS if n not in ("ngram", "sa", "eagle3_two_engine")]
 SHAPES: list[dict[str, Any]] = [
     {}, {}, {}, {"presence_penalty": 0.7}, {"frequency_penalty": 0.6, "repetition_penalty": 1.3},
     {"logit_bias": {3: 4.0, 7: -100.0}}, {"bad_words": [[5], [3, 7]]}, {"min_p": 0.05},
@@ -217,6 +219,28 @@ def test_verification_that_is_shared_out(tmp_path: Path, name: str, is_pressed: 
     assert len(verified) > 2, "requests verify different numbers of drafts"
     if full():
         assert set(verified) == set(fuzz.executor.statistics.accepted_lens) == set(range(K + 1))
+
+
+@pytest.mark.slow
+@spread(name=NETWORKS, is_pressed=[False, True])
+def test_how_many_are_verified_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_pressed: bool
+) -> None:
+    """Of the three drafts of each request a step verifies 0, 1, 2 or 3 on average."""
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
+    target, config = DRAFTERS[name](tmp_path)
+    config = replace(config, draft_len_schedule=None, max_verified_drafts="auto")
+    options = PRESSED if is_pressed else {"disable_overlap_scheduler": False}
+    fuzz = Fuzz(target, config, **options)
+
+    def choose(auto: AutoVerified, batch: ScheduledBatch, most: int) -> int:
+        auto._most = most
+        return fuzz.choose(batch, most)
+
+    monkeypatch.setattr(AutoVerified, "_choose", choose)
+    for seed in range(SCHEDULES):
+        fuzz.schedule(seed + 70_000 + 10_000 * is_pressed)
+    assert len(fuzz.lengths) > 2
 
 
 @pytest.mark.slow

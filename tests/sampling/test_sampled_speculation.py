@@ -30,6 +30,7 @@ from trtspec import (
 from trtspec.config import DecodingBaseConfig, SaveHiddenStatesDecodingConfig
 from trtspec.errors import ConfigError, RequestError
 from trtspec.executor.draft_lens.auto_draft_len import AutoDraftLen
+from trtspec.executor.draft_lens.auto_verified import AutoVerified
 from trtspec.executor.request import ScheduledBatch
 from trtspec.executor.runner import StepRunner
 from trtspec.workers import DFlashWorker
@@ -181,6 +182,27 @@ def _p_values_of_80(
     return _p_values_of(
         folder, probabilities, config, 1.05, count=count, batch=100, prefill_batch_size=100
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "rule"), SHARED_OUT)
+def test_how_many_are_verified_is_chosen(
+    folder: Path, probabilities: list[Tensor], mode: str, rule: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Each step verifies another number of drafts, at random."""
+    rng = random.Random(0)
+
+    def at_random(self: AutoVerified, batch: Any, most: int) -> int:
+        self.chosen, self._most = rng.randrange(most + 1), most
+        return self.chosen
+
+    monkeypatch.setattr(AutoVerified, "_choose", at_random)
+    config = config_of(folder, mode, rule)
+    assert config is not None
+    config = replace(config, max_verified_drafts="auto")
+    sizes = {"count": 6000 if full() else 2000, "batch": 100, "prefill_batch_size": 100}
+    assert min(_p_values_of(folder, probabilities, config, 1.05, **sizes)) > CHANCE
 
 
 @pytest.mark.slow

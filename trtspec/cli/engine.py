@@ -63,7 +63,9 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
     if options.draft_len_schedule is not None:
         arguments["draft_len_schedule"] = parse_schedule(options.draft_len_schedule)
     if options.max_verified_drafts is not None:
-        arguments["max_verified_drafts"] = options.max_verified_drafts
+        arguments["max_verified_drafts"] = int_or_auto(
+            "--max-verified-drafts", options.max_verified_drafts, "drafts"
+        )
     if options.draft_quant is not None:
         arguments["quant"] = options.draft_quant
     if mode.is_draft_target():

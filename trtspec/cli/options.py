@@ -77,10 +77,11 @@ class EngineOptions:
         ),
     ] = None
     max_verified_drafts: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             help="Drafts that a step verifies at most, of all its requests together: the likeliest "
-            "by the drafter's own probabilities. Default: all."
+            "by the drafter's own probabilities. auto: what is fastest, chosen while serving. "
+            "Default: all."
         ),
     ] = None
     draft_model: Annotated[

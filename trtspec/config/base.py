@@ -40,7 +40,10 @@ class DecodingBaseConfig(NamesFields):
             probabilities (of all requests' first drafts, then second ones …, where it has none).
             So a step of n requests costs the target n rows and at most this many more. Steps that
             also read prompts verify all. Under "rejection" and "block" a seeded request's tokens
-            then depend on the requests beside it. Not with "auto", nor with enable_attention_dp.
+            then depend on the requests beside it. Not with K = "auto", nor with
+            enable_attention_dp. "auto" chooses the number while serving, 0 … K of each request on
+            average, by the steps' times and how likely the drafts are: for drafters with a network
+            of their own, on one device, where no other setting lowers K.
         acceptance: how drafts of *sampled* requests are made and judged. A greedy request accepts
             a draft that is the target's best token. All four rules are lossless.
             "rejection": drawn from the drafter's distribution; accepted by rejection sampling.
@@ -59,7 +62,7 @@ class DecodingBaseConfig(NamesFields):
     max_draft_len: int = 4
     max_concurrency: int | None = None
     draft_len_schedule: Mapping[int, int] | Literal["auto"] | None = field(default=None, hash=False)
-    max_verified_drafts: int | None = None
+    max_verified_drafts: int | Literal["auto"] | None = None
     acceptance: str = "rejection"
 
     mode: ClassVar[SpeculativeDecodingMode]
@@ -98,7 +101,10 @@ class DecodingBaseConfig(NamesFields):
         """Checks the fields that all decoding configs have, but for K."""
         require_int(self, "max_concurrency", 1, None, or_none=True)
         self._check_schedule()
-        require_int(self, "max_verified_drafts", 1, None, or_none=True)
+        if self.max_verified_drafts == "auto":
+            self._check_auto_verified()
+        else:
+            require_int(self, "max_verified_drafts", 1, None, or_none=True)
         if self.max_verified_drafts is not None and self.draft_len_schedule == "auto":
             raise ConfigError(
                 f"{type(self).__name__}: max_verified_drafts={self.max_verified_drafts} with "
@@ -106,6 +112,19 @@ class DecodingBaseConfig(NamesFields):
                 "drafts. Give K as a number, or leave max_verified_drafts out."
             )
         check_choice(f"{type(self).__name__}.acceptance", self.acceptance, ACCEPTANCE_RULES)
+
+    def _check_auto_verified(self) -> None:
+        """Raises ConfigError where nothing says how likely drafts are, or another setting lowers
+        K."""
+        name, problem = f'{type(self).__name__}: max_verified_drafts="auto"', None
+        if self.draft_len_schedule is not None or self.max_concurrency is not None:
+            problem = "beside draft_len_schedule or max_concurrency is not offered: leave them out"
+        elif not self.spec_dec_mode.drafts_with_network():
+            problem = "needs a drafter with a network, which says how likely its drafts are"
+        elif self.spec_dec_mode.drafts_in_passes():
+            problem = "needs a drafter inside the target's step"
+        if problem is not None:
+            raise ConfigError(f"{name} {problem}. Or give a number.")
 
     def _check_schedule(self) -> None:
         schedule, most = self.draft_len_schedule, self.max_draft_len or MAX_DRAFT_LEN

@@ -255,7 +255,7 @@ def _load(
     drafter = loader.load(target)
     reads_next = getattr(drafter.model, "reads_next_tokens", False)
     worker = create_worker(drafter.config, drafter.mask_token_id, reads_next_tokens=reads_next)
-    _refuse_with_linear_attention(target, worker)
+    _check_verified_drafts(target, worker)
     rows = worker.max_draft_len + 1
     graph_rows = 0
     if device.type == "cuda" and parallel.size == 1:  # ranks must agree, and may have other parts
@@ -284,10 +284,17 @@ def _load(
     return _Loaded(target, drafter, worker, needs, specs, num_blocks, graph_rows)
 
 
-def _refuse_with_linear_attention(target: LoadedTarget, worker: SpecWorkerBase) -> None:
-    """Raises ConfigError for a setting that needs what layers with linear attention do not have."""
+def _check_verified_drafts(target: LoadedTarget, worker: SpecWorkerBase) -> None:
+    """Raises ConfigError where `max_verified_drafts` does not work with the target."""
     spec = worker.config
-    if target.config.linear_layers and spec is not None and spec.max_verified_drafts is not None:
+    if spec is None or spec.max_verified_drafts is None:
+        return
+    if spec.max_verified_drafts == "auto" and target.config.parallel.size > 1:
+        raise ConfigError(
+            'max_verified_drafts="auto" works on one device, and this engine has '
+            f"{target.config.parallel.size}: steps are not timed there. Give a number."
+        )
+    if target.config.linear_layers:
         raise ConfigError(
             f"max_verified_drafts={spec.max_verified_drafts} does not work with linear attention, "
             f"which {target.directory} has: its rows must follow each other. Leave it out."

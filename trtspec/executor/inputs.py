@@ -97,6 +97,7 @@ class StepInputs:
     is_cuda_graph: bool = False
     guided: GuidedStep | None = None  # where a request has a grammar
     prompt_rows: PromptRows | None = None  # where log probabilities of a prompt are asked for
+    mean_verified: int | None = None  # drafts of each request; None: by `EngineShape`
 
     def drafts_nothing(self, draft_len: int) -> bool:
         """Whether it neither verifies nor proposes drafts, and reads no prompt (`StepPlan`)."""
@@ -263,7 +264,9 @@ def assemble(
         step = _with_contexts(step, inputs, state, kv_cache, engine.max_seq_len)
     attn_metadata = _attn_metadata(step, inputs, state, kv_cache, engine.max_seq_len)
     target = TargetPass(step.input_ids, attn_metadata)
-    most = engine.max_verified_drafts
+    most, mean = engine.max_verified_drafts, inputs.mean_verified
+    if mean is not None:
+        most = mean * inputs.num_generations
     if most is not None and not contexts and drafts.numel() > most:
         target, drafts = _packed(step, drafts, attn_metadata, state, inputs.slot_ids, most)
     return StepTensors(

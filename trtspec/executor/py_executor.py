@@ -396,7 +396,7 @@ class PyExecutor:
         draft_len = self._draft_len.of(batch, part)
         exactly = draft_len if self._draft_len.is_exact else None
         num_drafts = self.runner.num_drafts_to_verify(part.generations, exactly)
-        return StepPlan(part, num_drafts, draft_len)
+        return StepPlan(part, num_drafts, draft_len, share=self._draft_len.share)
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         """Launches one step, and starts to copy its results."""
@@ -499,7 +499,7 @@ class PyExecutor:
         finally:
             is_forced = self.forced_acceptance is not None
             outcomes = self.statistics.add_results(applied, is_forced=is_forced)
-            self._draft_len.add_outcomes(outcomes, launched.batch)
+            self._draft_len.add_outcomes(outcomes, launched.batch, launched.share)
             self._watch.add_results(applied)
         if self.saver is not None:
             self.saver.write_full_shard()

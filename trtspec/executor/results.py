@@ -23,7 +23,7 @@ from .forward_step import StepOutputs
 from .guided_batch import GuidedBatch
 from .logprobs import LogprobRows, logprob_entry
 from .pinned import PinnedBuffer, PinnedBuffers
-from .request import Request, ScheduledBatch, StepPlan
+from .request import Request, ScheduledBatch, StepPlan, VerifiedShare
 
 
 class HostOutputs(NamedTuple):
@@ -54,6 +54,7 @@ class LaunchedStep:
     guided: GuidedBatch | None  # where there are grammars
     is_replay: bool  # a graph ran it
     rows: list[int] | None  # of its requests, as in `PartialLaunch`
+    share: VerifiedShare | None  # as of `StepPlan`
     launch_rest: Callable[[], HostOutputs] | None
     """Launches what is left of the step, and the copies of its results; None once that is done."""
     waited: float = 0.0  # seconds that the host waited for its results
@@ -169,6 +170,7 @@ class StepReader:
             guided=guided,
             is_replay=launch.is_replay,
             rows=launch.rows,
+            share=plan.share,
             launch_rest=partial(self._launch_rest, launch, drafts_of),
         )
 
@@ -273,7 +275,8 @@ def _num_drafts(launched: LaunchedStep) -> tuple[Sequence[int], Sequence[int | N
     contexts, proposed = len(launched.batch.contexts), launched.num_proposed
     num_asked, verified = launched.num_asked, launched.results.num_verified
     if verified is not None:
-        num_asked = num_asked[:contexts] + verified.tolist()
+        shares = zip(num_asked[contexts:], verified.tolist(), strict=True)
+        num_asked = num_asked[:contexts] + [min(pair) for pair in shares]
     if proposed is None:
         return num_asked, [None] * len(num_asked)
     if verified is not None:

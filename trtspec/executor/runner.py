@@ -59,7 +59,8 @@ class StepRunner:
     def __init__(self, parts: EngineParts, config: ExecutorConfig):
         self.device, self.mode, self.kv_cache = parts.device, parts.mode, parts.kv_cache
         spec = parts.worker.config
-        self._max_verified = most = None if spec is None else spec.max_verified_drafts
+        most = None if spec is None else spec.max_verified_drafts
+        self._max_verified = most = None if most == "auto" else most
         self.max_batch_size = config.max_batch_size
         self.chooses_by_default = parts.chooses_by_default
         self.max_draft_len = parts.worker.max_draft_len
@@ -222,7 +223,7 @@ class StepRunner:
         generations, prompts, *rest = plans
         batch = ScheduledBatch(prompts.batch.contexts, generations.batch.generations)
         is_plain = not batch.is_guided and batch.num_logprobs is None
-        is_packed = self.step.shape.max_verified_drafts is not None
+        is_packed = self.step.state.chances is not None
         if not is_plain or is_packed or self.mode.is_save_hidden_states():
             return plans
         both = generations._replace(batch=batch)
@@ -247,6 +248,8 @@ class StepRunner:
             first = len(plan.batch.contexts)
             tables = [table[first:] for table in inputs.block_tables]
             self.step.read_missed(inputs.slot_ids[first:], tables)
+        if plan.mean_verified is not None:
+            inputs = replace(inputs, mean_verified=plan.mean_verified)
         if plan.batch.is_guided:
             inputs = replace(inputs, guided=self.masks.step(plan.host_part, plan.draft_len))
         outputs = self.step.run(inputs, plan.draft_len)

@@ -22,6 +22,7 @@ class GraphKey(NamedTuple):
     num_logprobs: int | None = None
     shapes_logits: bool = False
     is_guided: bool = False
+    mean_verified: int | None = None  # drafts of each request; None: by `EngineShape`
     reads_missed: bool = False  # no step: the pass over rows that the head has missed
 
     @classmethod
@@ -37,6 +38,7 @@ class GraphKey(NamedTuple):
             num_logprobs=plan.batch.num_logprobs,
             shapes_logits=plan.batch.shapes_logits,
             is_guided=plan.batch.is_guided,
+            mean_verified=plan.mean_verified,
         )
 
     @classmethod
@@ -44,9 +46,26 @@ class GraphKey(NamedTuple):
         return cls.of(plan, inputs.num_contexts, inputs.num_tokens)
 
     @classmethod
-    def of_shape(cls, shape: StepShape, draft_len: int) -> GraphKey:
-        """Returns the key of a step that verifies and proposes K drafts."""
-        return cls(shape.size, draft_len, draft_len, shape.all_greedy)
+    def of_shape(cls, shape: StepShape) -> GraphKey:
+        """Returns the key of a step that neither verifies nor proposes drafts."""
+        return cls(shape.size, 0, 0, shape.all_greedy)
+
+    def with_length(self, length: int, most: int | None) -> GraphKey:
+        """Returns the key of the same step with a length that is chosen while serving.
+
+        Args:
+            length: drafts that are verified and proposed. With `most`: that are verified, of each
+                request on average.
+            most: drafts that are proposed; None: as many as are verified.
+        """
+        if most is None or length in (0, most):
+            return self._replace(num_drafts=length, draft_len=length, mean_verified=None)
+        return self._replace(num_drafts=most, draft_len=most, mean_verified=length)
+
+    @property
+    def length(self) -> int:
+        """What `with_length` was given."""
+        return self.draft_len if self.mean_verified is None else self.mean_verified
 
     @classmethod
     def of_missed(cls, batch_size: int) -> GraphKey:

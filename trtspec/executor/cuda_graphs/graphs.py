@@ -85,6 +85,8 @@ class CudaGraphs:
         self.may_lose_graphs = False
         """Whether a step runs eagerly where there is no memory for its graph, and not again."""
         self._lost: set[GraphKey] = set()
+        self.shared_of: int | None = None
+        """K, where it is chosen while serving how many of these drafts are verified."""
         self.may_stand_in = False
         """Whether a larger captured pass over prompts stands in for a missing one at first. Where
         lengths choose themselves passes differ from run to run, and a capture takes as long as
@@ -284,11 +286,11 @@ class CudaGraphs:
 
         It waits for the device, and captures the graph first if need be. None: it is lost.
         """
-        key = GraphKey.of_shape(shape, draft_len)
+        key = self._key_of(shape, draft_len)
         if not self._is_there(key):
             return None
         page = self.kv_cache.page_size
-        num_tokens = min(context + 2 * (draft_len + 1) + page, self.max_seq_len)
+        num_tokens = min(context + 2 * (key.draft_len + 1) + page, self.max_seq_len)
         tables = self.inputs.spread(shape.size, num_tokens)
         past_lens = self.step.state.past_lens[-1:]  # the scratch slot's; a step clears it
         times = []
@@ -322,7 +324,10 @@ class CudaGraphs:
     def prepare(self, shape: StepShape, draft_len: int) -> bool:
         """Captures a step that verifies and proposes K drafts, without grammars. False: there is no
         memory for it."""
-        return self._is_there(GraphKey.of_shape(shape, draft_len))
+        return self._is_there(self._key_of(shape, draft_len))
+
+    def _key_of(self, shape: StepShape, length: int) -> GraphKey:
+        return GraphKey.of_shape(shape).with_length(length, self.shared_of)
 
     def prepare_contexts(self, num_drafts: int, until: float = inf, least_ratio: float = 1) -> None:
         """Captures passes over prompts, the largest first, for greedy and for sampled batches.
@@ -354,7 +359,7 @@ class CudaGraphs:
         if bucket is None:
             return lengths
         key = GraphKey.of(StepPlan(batch=batch, num_drafts=0, draft_len=0), batch_size=bucket)
-        keys = {k: key._replace(num_drafts=k, draft_len=k) for k in lengths}
+        keys = {k: key.with_length(k, self.shared_of) for k in lengths}
         return [k for k in lengths if keys[k] in self._graphs or keys[k] in self._lost]
 
     def is_lost(self, shape: StepShape, draft_len: int) -> bool:
@@ -363,7 +368,7 @@ class CudaGraphs:
             return False
         sought = *shape, draft_len
         return any(
-            sought == (key.batch_size, key.all_greedy, key.is_guided, key.draft_len)
+            sought == (key.batch_size, key.all_greedy, key.is_guided, key.length)
             for key in self._lost
             if not key.reads_missed
         )
@@ -448,7 +453,9 @@ class CudaGraphs:
         return iter(()) if outputs is None else self.step.draft_passes(outputs)
 
     def _run_step(self, key: GraphKey) -> StepOutputs | None:
-        inputs = replace(self._step_inputs(key), is_cuda_graph=True)
+        inputs = replace(
+            self._step_inputs(key), is_cuda_graph=True, mean_verified=key.mean_verified
+        )
         if key.reads_missed:
             self.step.read_missed(inputs.slot_ids, inputs.block_tables)
             return None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...config import DecodingBaseConfig
-from ..request import Request, ScheduledBatch
+from ..request import Request, ScheduledBatch, VerifiedShare
 from ..results import LaunchedStep, Outcomes
 from .draft_len import DraftLen
 from .running_acceptance import AcceptanceByKind
@@ -195,7 +195,9 @@ class AutoDraftLen(DraftLen):
         return {kind: acceptance.rates for kind, acceptance in self._acceptance.kinds.items()}
 
     # -- what steps bring ----------------------------------------------------------------------
-    def add_outcomes(self, outcomes: Outcomes, batch: ScheduledBatch) -> None:
+    def add_outcomes(
+        self, outcomes: Outcomes, batch: ScheduledBatch, share: VerifiedShare | None = None
+    ) -> None:
         self._acceptance.add(outcomes, batch)
 
     def end_step(
@@ -219,7 +221,7 @@ class AutoDraftLen(DraftLen):
         steps = launched if self._runs_at_launch else read
         if len(steps) != 1 or steps[0].batch.contexts or not steps[0].batch.generations:
             return
-        shape, draft_len = self._timed = self.shape_of(steps[0].batch), steps[0].draft_len
+        shape, draft_len = self._timed = self.shape_of(steps[0].batch), self._length_of(steps[0])
         if self._gives_way:  # the context of its requests is not looked at
             return
         if self._timed == before:  # the first one may verify fewer than it proposes
@@ -227,6 +229,10 @@ class AutoDraftLen(DraftLen):
             apart = is_in_flight and not (self._runs_at_launch or shape.is_guided)
             waited = steps[0].waited if apart else None
             self.costs.add(shape, draft_len, seconds, waited, self._context)
+
+    def _length_of(self, step: LaunchedStep) -> int:
+        """Returns which of `lengths` a step had."""
+        return step.draft_len
 
     # -- the choice ----------------------------------------------------------------------------
     def _choose(self, batch: ScheduledBatch, most: int) -> int:
@@ -407,6 +413,10 @@ class AutoDraftLen(DraftLen):
 
     def _speeds(self, shape: StepShape, lengths: Sequence[int]) -> dict[int, float]:
         """Returns tokens per second and request."""
-        tokens = self._acceptance.expected_tokens(self._share_sampled)
+        tokens = self._expected_tokens()
         seconds = self.costs.of(shape, lengths, self._context)
         return {k: tokens[k] / seconds[k] for k in lengths}
+
+    def _expected_tokens(self) -> Sequence[float]:
+        """Returns the tokens of a request's step for lengths 0, 1, …"""
+        return self._acceptance.expected_tokens(self._share_sampled)

@@ -16,10 +16,11 @@ from ..cuda_graphs.graphs import CudaGraphs
 from ..request import ScheduledBatch
 from ..runner import StepRunner
 from .auto_draft_len import AutoDraftLen, Launches
+from .auto_verified import AutoVerified, ChanceReader
 from .draft_len import DraftLen
 from .step_costs import StepCosts, StepSeconds, StepShape
 
-VERSION = 10  # of the steps: another one makes times of earlier releases unknown
+VERSION = 11  # of the steps: another one makes times of earlier releases unknown
 LONG, SHARE = 1024, 8  # a step is timed behind LONG tokens of context, and behind LONG / SHARE
 SECONDS_AT_START = 10.0  # of captures; what is left then waits, but for times that are needed
 
@@ -27,18 +28,30 @@ SECONDS_AT_START = 10.0  # of captures; what is left then waits, but for times t
 def draft_len_of(runner: StepRunner) -> DraftLen:
     """Returns the config's choice of lengths: fixed, by a schedule, or by what is measured."""
     config, most = runner.step.worker.config, runner.max_draft_len
-    if config is None or config.draft_len_schedule != "auto" or most == 0:
+    if config is None or most == 0:
         return DraftLen(most, config)
     path, graphs = _path(runner), runner.graphs
-    auto = AutoDraftLen(
-        most,
-        config,
-        StepCosts(path),
-        Launches() if graphs is None else _GraphLaunches(runner),
-        runs_at_launch=runner.device.type == "cpu",
-        rates_path=path.with_suffix(".rates"),
-        is_default=runner.chooses_by_default,
-    )
+    launches = Launches() if graphs is None else _GraphLaunches(runner)
+    on_cpu, auto = runner.device.type == "cpu", None
+    if config.draft_len_schedule == "auto":
+        auto = AutoDraftLen(
+            most,
+            config,
+            StepCosts(path),
+            launches,
+            runs_at_launch=on_cpu,
+            rates_path=path.with_suffix(".rates"),
+            is_default=runner.chooses_by_default,
+        )
+    elif config.max_verified_drafts == "auto" and runner.forced_acceptance is None:
+        chances = runner.step.state.chances
+        assert chances is not None
+        reader = ChanceReader(chances)
+        auto = AutoVerified(most, config, StepCosts(path), launches, reader, runs_at_launch=on_cpu)
+        if graphs is not None:
+            graphs.shared_of = most
+    if auto is None:
+        return DraftLen(most, config)
     if graphs is not None:
         graphs.may_lose_graphs = True
     # Over several ranks a replay of one rank alone would hang.
@@ -151,6 +164,7 @@ def _path(runner: StepRunner) -> Path:
         None if config is None else config.acceptance,
         getattr(config, "sa_config", None) is not None,
         getattr(config, "quant", None),
+        config is not None and config.max_verified_drafts == "auto",  # times by another number
     )
     name = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
     return cache_dir() / "step_times" / f"{name}.json"

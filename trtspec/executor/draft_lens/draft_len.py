@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from ...checks import is_int
 from ...config import DecodingBaseConfig
 from ...errors import ConfigError
-from ..request import Request, ScheduledBatch
+from ..request import Request, ScheduledBatch, VerifiedShare
 from ..results import LaunchedStep, Outcomes
 
 
@@ -31,6 +31,8 @@ class DraftLen:
         self._runtime, self._is_runtime_given = max_draft_len, False
         self.last = max_draft_len  # proposed by the last step of generations
         self.limit = max_draft_len  # of the step that is scheduled; read where `is_exact`
+        self.share: VerifiedShare | None = None
+        """How many drafts the launch verifies that `of` was last asked of; None: not chosen."""
 
     @property
     def runtime(self) -> int:
@@ -86,8 +88,10 @@ class DraftLen:
         scheduled = next((count for most, count in self._schedule if num_requests <= most), 0)
         return min(self._runtime, scheduled)
 
-    def add_outcomes(self, outcomes: Outcomes, batch: ScheduledBatch) -> None:
-        """Called with what became of the drafts of a step, and its batch."""
+    def add_outcomes(
+        self, outcomes: Outcomes, batch: ScheduledBatch, share: VerifiedShare | None = None
+    ) -> None:
+        """Called with what became of the drafts of a step, its batch and its plan's share."""
 
     def end_step(
         self,
