@@ -720,7 +720,7 @@ def test_a_graph_without_memory_is_captured_no_more(caplog: pytest.LogCaptureFix
     config = SimpleNamespace(parallel=SimpleNamespace(size=1))
     graphs.step = SimpleNamespace(target=SimpleNamespace(config=config))
     key, other = (GraphKey(4, k, k, all_greedy=True, has_filters=False) for k in (2, 3))
-    graphs.may_lose_graphs = False
+    graphs.may_lose_graphs, graphs.shared_of = False, None
     with pytest.raises(ConfigError, match="no memory"):
         graphs._is_there(key)
     graphs.may_lose_graphs = True
