@@ -28,7 +28,7 @@ from trtspec import (
 )
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.errors import ConfigError
-from trtspec.executor.draft_lens import auto_draft_len
+from trtspec.executor.draft_lens import auto_draft_len, auto_verified
 from trtspec.executor.draft_lens.auto_draft_len import Launches
 from trtspec.executor.draft_lens.auto_verified import AutoVerified, ChanceReader
 from trtspec.executor.draft_lens.draft_len import DraftLen
@@ -246,6 +246,26 @@ def test_it_chooses_in_an_engine(target_dir: Path, drafters: Drafters, oracle: O
     with llm.executor.draft_len_held_at(0):
         llm.generate(prompts[0], SamplingParams(max_tokens=10, ignore_eos=True))
         assert llm.executor.last_draft_len == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_that_ended_say_nothing(
+    target_dir: Path, drafters: Drafters, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row of no slot has ones, as of certain drafts."""
+    config = config_of("eagle3", 3, drafters, max_verified_drafts="auto")
+    llm = cpu_engine(target_dir, config, overlap=overlap)
+    auto, seen = llm.executor._draft_len, list[list[int]]()
+    assert isinstance(auto, AutoVerified)
+    monkeypatch.setattr(auto_verified, "TRIAL", 1)  # at every step
+    monkeypatch.setattr(auto, "_choose", lambda batch, most: setattr(auto, "_most", most) or 2)
+    begin = auto._reader.begin
+    auto._reader.begin = lambda: seen.append(list(auto._slots or ())) or begin()  # type: ignore[method-assign]
+    params = [SamplingParams(max_tokens=3 + 7 * i, ignore_eos=True) for i in range(5)]
+    llm.generate(random_prompts(5, 12), params)
+    assert len({len(slots) for slots in seen}) > 1
+    assert min(min(slots) for slots in seen) == 0
+    assert auto._chances[1] < 0.9 and auto._chances[-1] < 2
 
 
 def test_forced_acceptance_verifies_all(

@@ -119,9 +119,11 @@ class AutoVerified(AutoDraftLen):
         (step,) = launched
         if step.share is None or step.batch.contexts or step.batch.is_guided or not step.draft_len:
             return
-        self._slots = [request.slot for request in step.batch.generations]
-        self._due = self._number + TRIAL
-        self._reader.begin()
+        # Requests that ended have none.
+        slots = [request.slot for request in step.batch.generations if request.slot >= 0]
+        if slots:
+            self._slots, self._due = slots, self._number + TRIAL
+            self._reader.begin()
 
     def _take(self) -> None:
         """Takes in chances that have arrived."""
