@@ -109,7 +109,9 @@ class LLM(NamesAttributes):
         config = self.executor.worker.config
         if config is None:
             return False
-        return "auto" in (config.draft_len_schedule, config.max_verified_drafts)
+        is_forced = self.executor.forced_acceptance is not None
+        shares_out = config.max_verified_drafts == "auto" and not is_forced
+        return config.draft_len_schedule == "auto" or shares_out
 
     @property
     def acceptance(self) -> str | None:

@@ -51,8 +51,12 @@ class Simulated:
         draw: Callable[[random.Random, int], list[float]],
         factor: float = 1.0,
         overlap: bool = False,
+        *,
+        room: int = 1,
+        is_guided: bool = False,
     ):
         self.seconds, self.draw, self.factor, self.overlap = seconds, draw, factor, overlap
+        self.room = room  # graphs are for so many times the requests
         self.now, self.rng = 0.0, random.Random(0)
         clock = SimpleNamespace(perf_counter=lambda: self.now)
         monkeypatch.setattr(auto_draft_len, "time", clock)
@@ -60,9 +64,10 @@ class Simulated:
         config = EagleDecodingConfig(
             max_draft_len=K, speculative_model="d", max_verified_drafts="auto"
         )
-        reader = ChanceReader(self.chances)
+        reader, launches = ChanceReader(self.chances), Launches()
+        launches.size_of = lambda count: room * count  # type: ignore[method-assign]
         self.auto = AutoVerified(
-            K, config, StepCosts(), Launches(), reader, runs_at_launch=not overlap
+            K, config, StepCosts(), launches, reader, runs_at_launch=not overlap
         )
         self.means, self.in_flight = Counter[int](), list[Any]()
         params = SamplingParams()
@@ -71,7 +76,7 @@ class Simulated:
             for i in range(N)
         ]
         self.batch: Any = SimpleNamespace(
-            generations=self.requests, requests=self.requests, contexts=[], is_guided=False,
+            generations=self.requests, requests=self.requests, contexts=[], is_guided=is_guided,
             has_seeds=False, records_steps=False, num_sampled=0,
         )  # fmt: skip
         self.has_drafts = False
@@ -87,7 +92,8 @@ class Simulated:
         """Returns what each request verifies and accepts: of all the `mean * N` likeliest."""
         chances = {r.slot: self.chances[r.slot].tolist() for r in self.requests}
         order = sorted((-chances[r.slot][i], i, r.slot) for r in self.requests for i in range(K))
-        count = Counter(slot for _, _, slot in order[: mean * N if self.has_drafts else 0])
+        most = mean * N * self.room if self.has_drafts else 0
+        count = Counter(slot for _, _, slot in order[:most])
         asked = [count[r.slot] for r in self.requests]
         accepted = []
         for request, most in zip(self.requests, asked, strict=True):
@@ -98,15 +104,15 @@ class Simulated:
     def _step(self) -> int:
         began, is_in_flight = self.now, bool(self.in_flight)
         draft_len, share = self.auto.of(self.batch, self.batch), self.auto.share
-        assert share is not None and draft_len == (K if share.mean else 0)
-        self.means[share.mean] += 1
-        asked, accepted = self.verify(share.mean)
+        assert share is not None and draft_len == (K if share else 0)
+        self.means[share] += 1
+        asked, accepted = self.verify(share)
         self.has_drafts = draft_len > 0
         for request in self.requests:
             self.chances[request.slot] = torch.tensor(self.draw(self.rng, request.slot))
         step = SimpleNamespace(batch=self.batch, draft_len=draft_len, share=share, waited=None)
         self.in_flight.append((step, Outcomes(self.requests, asked, accepted)))
-        self.now += self.seconds(share.mean)
+        self.now += self.seconds(share)
         read = []
         while len(self.in_flight) > self.overlap:
             one, outcomes = self.in_flight.pop(0)
@@ -143,6 +149,7 @@ def cheap(mean: int) -> float:
     return 1e-3 * (1 + 0.01 * mean)
 
 
+@pytest.mark.parametrize("room", [1, 2])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("draw", [two_kinds, alike])
 @pytest.mark.parametrize("seconds", [dear, cheap])
@@ -153,13 +160,35 @@ def test_the_fastest_number_is_found(
     seconds: Callable[[int], float],
     factor: float,
     overlap: bool,
+    room: int,
 ) -> None:
-    """Also where drafts are accepted half as often as the drafter thinks."""
-    engine = Simulated(monkeypatch, seconds, draw, factor, overlap)
+    """Also where drafts are accepted half as often as the drafter thinks, and in graphs for twice
+    the requests."""
+    engine = Simulated(monkeypatch, seconds, draw, factor, overlap, room=room)
     engine.run(300)
     speed = engine.run(2000)
-    best = max(Simulated(monkeypatch, seconds, draw, factor).fixed(mean) for mean in range(K + 1))
-    assert speed > 0.95 * best
+    other = Simulated(monkeypatch, seconds, draw, factor, room=room)
+    assert speed > 0.95 * max(other.fixed(mean) for mean in range(K + 1))
+
+
+def test_bad_drafts_under_grammars_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their chances are not read, for such a step is launched in parts."""
+    engine = Simulated(monkeypatch, dear, two_kinds, factor=0.02, is_guided=True)
+    engine.run(300)
+    assert engine.run(1000) > 0.95 * N / dear(0)
+
+
+def test_no_choice_looks_at_its_own_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Simulated(monkeypatch, cheap, two_kinds)
+    engine.run(1)  # its chances are copied
+    auto, before = engine.auto, engine.auto._chances.copy()
+    assert auto._slots is not None
+    auto.add_outcomes(Outcomes([], [], []), engine.batch, None)
+    auto.end_step([], [], 0.0, is_in_flight=False)
+    assert np.array_equal(auto._chances, before), "the step that verifies them is not chosen yet"
+    auto.of(engine.batch, engine.batch)
+    auto.add_outcomes(Outcomes([], [], []), engine.batch, None)
+    assert not np.array_equal(auto._chances, before)
 
 
 def test_what_drafts_bring_equals_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,20 +261,37 @@ def test_greedy_equals_transformers(
     llm.executor.kv_cache.check_integrity()
 
 
-def test_it_chooses_in_an_engine(target_dir: Path, drafters: Drafters, oracle: Oracle) -> None:
-    """Random heads' drafts are worth nothing: after some trials none is verified or proposed."""
+def test_it_chooses_in_an_engine(
+    target_dir: Path, drafters: Drafters, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random head's drafts are worth nothing: in the end none is verified or proposed."""
+    seconds = {k: 1 + 0.3 * k for k in range(4)}
+    monkeypatch.setattr(StepCosts, "of", lambda *_: seconds)
     config = config_of("eagle3", 3, drafters, max_verified_drafts="auto")
     llm = cpu_engine(target_dir, config)
-    assert llm.chooses_draft_len
     auto, prompts = llm.executor._draft_len, random_prompts(3, 12)
-    assert isinstance(auto, AutoVerified)
+    assert llm.chooses_draft_len and isinstance(auto, AutoVerified)
+    assert llm.executor.state.missed is not None, "the head may rest"
     outputs = llm.generate(prompts, SamplingParams(max_tokens=60, ignore_eos=True))
     assert [o.outputs[0].token_ids for o in outputs] == oracle.extend_all(prompts, 60)
-    assert auto.num_trials > 0 and not auto._is_guess
+    assert auto.chosen == 0 == llm.executor.last_draft_len
     assert auto._accepted < 0.9 * auto._predicted, "the head thinks too well of its drafts"
-    with llm.executor.draft_len_held_at(0):
-        llm.generate(prompts[0], SamplingParams(max_tokens=10, ignore_eos=True))
-        assert llm.executor.last_draft_len == 0
+
+
+def test_a_lower_k_is_verified_whole(
+    target_dir: Path, drafters: Drafters, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    booked = list[int]()
+    monkeypatch.setattr(StepCosts, "add", lambda self, shape, length, *_: booked.append(length))
+    config = config_of("eagle3", 3, drafters, max_verified_drafts="auto")
+    llm = cpu_engine(target_dir, config)
+    steps, prompts = packed_rows(llm), random_prompts(3, 12)
+    for k in (2, 0):
+        with llm.executor.draft_len_held_at(k):
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+            assert [o.outputs[0].token_ids for o in outputs] == oracle.extend_all(prompts, 20)
+            assert llm.executor.last_draft_len == k and not steps
+            assert set(booked) <= {0}, "times of other steps are no v's"
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -341,6 +341,22 @@ def test_a_stream_that_was_refused_may_be_started_again(model_dir: Path, referen
     run(model_dir, test)
 
 
+def test_a_stream_that_is_closed_while_it_starts_ends(model_dir: Path) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        gate = threading.Event()
+        llm._preparer.submit(gate.wait)
+        stream = llm.generate(PROMPTS[0], LONG)
+        starting = asyncio.create_task(stream.start())
+        await asyncio.sleep(0)
+        await stream.aclose()
+        gate.set()
+        await starting
+        (output,) = [output async for output in stream]
+        assert output.outputs[0].finish_reason == "cancelled"
+
+    run(model_dir, test)
+
+
 def test_places_of_a_closed_loop_are_not_given_back_to_the_next(model_dir: Path) -> None:
     engine = make_llm(model_dir)
     llm, gate = AsyncLLM(engine), threading.Event()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention.base import AttentionBackend
+from ..checkpoints.families.long_rope import LONG_ROPE
 from ..checkpoints.hf_config import load_config
 from ..checkpoints.kv_scales import load_kv_scales, says_fp8
 from ..checkpoints.place import LoadOptions, weight_form
@@ -473,7 +474,7 @@ def _sequence_length(asked: int | None, configs: list[DecoderConfig]) -> int:
 def _what_limits(config: DecoderConfig) -> str:
     """Returns what says how many positions a model has, and what could raise it."""
     rope, limit = config.rope_parameters, config.max_position_embeddings
-    if rope.get("rope_type") == "longrope":
+    if rope.get("rope_type") == LONG_ROPE:
         return "the model's original length: longer texts by LongRoPE are not offered"
     reach = 0.0
     if rope.get("rope_type") == "yarn":

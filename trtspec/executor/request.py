@@ -312,13 +312,6 @@ def _nothing_before() -> None:
     """Finishes no launch."""
 
 
-class VerifiedShare(NamedTuple):
-    """How many drafts a step verifies, where that is chosen while serving."""
-
-    mean: int  # of each request, on average
-    number: int  # which choice it is, counted from 1
-
-
 class StepPlan(NamedTuple):
     """A step as the host knows it: upper bounds, never an accepted count."""
 
@@ -328,17 +321,17 @@ class StepPlan(NamedTuple):
     host_part: Callable[[Point], None] | None = None  # called at points, where there are grammars
     reads_missed: bool = False  # the head reads first what it has missed of these requests
     leaves_head: bool = False  # it drafts nothing, and leaves the head's work for later
-    share: VerifiedShare | None = None  # None: all drafts, or `EngineShape.max_verified_drafts`
+    share: int | None = None  # drafts of each request that are verified on average, where chosen
     finish_before: Callable[[], None] = _nothing_before
     """Finishes the launch of the step before. Nothing of this one may be launched earlier."""
 
     @property
     def mean_verified(self) -> int | None:
-        """Drafts of each request that are verified on average; None where `share` asks for all."""
-        share = self.share
-        if share is None or self.batch.contexts or share.mean >= self.num_drafts:
+        """`share`; None where all are verified: where that is as many, and in a pass that also
+        reads prompts."""
+        if self.share is None or self.batch.contexts or self.share >= self.num_drafts:
             return None
-        return share.mean
+        return self.share
 
     def count_as_launched(self) -> None:
         """Updates the requests' upper bounds for a step that is launched."""

@@ -23,7 +23,7 @@ from .forward_step import StepOutputs
 from .guided_batch import GuidedBatch
 from .logprobs import LogprobRows, logprob_entry
 from .pinned import PinnedBuffer, PinnedBuffers
-from .request import Request, ScheduledBatch, StepPlan, VerifiedShare
+from .request import Request, ScheduledBatch, StepPlan
 
 
 class HostOutputs(NamedTuple):
@@ -54,7 +54,7 @@ class LaunchedStep:
     guided: GuidedBatch | None  # where there are grammars
     is_replay: bool  # a graph ran it
     rows: list[int] | None  # of its requests, as in `PartialLaunch`
-    share: VerifiedShare | None  # as of `StepPlan`
+    share: int | None  # as of `StepPlan`
     launch_rest: Callable[[], HostOutputs] | None
     """Launches what is left of the step, and the copies of its results; None once that is done."""
     waited: float = 0.0  # seconds that the host waited for its results

@@ -60,7 +60,9 @@ class StepRunner:
         self.device, self.mode, self.kv_cache = parts.device, parts.mode, parts.kv_cache
         spec = parts.worker.config
         most = None if spec is None else spec.max_verified_drafts
-        self._max_verified = most = None if most == "auto" else most
+        if most == "auto":
+            most = None
+        self._max_verified = most
         self.max_batch_size = config.max_batch_size
         self.chooses_by_default = parts.chooses_by_default
         self.max_draft_len = parts.worker.max_draft_len
@@ -223,7 +225,8 @@ class StepRunner:
         generations, prompts, *rest = plans
         batch = ScheduledBatch(prompts.batch.contexts, generations.batch.generations)
         is_plain = not batch.is_guided and batch.num_logprobs is None
-        is_packed = self.step.state.chances is not None
+        is_packed = self.step.shape.max_verified_drafts is not None
+        is_packed |= generations.mean_verified is not None
         if not is_plain or is_packed or self.mode.is_save_hidden_states():
             return plans
         both = generations._replace(batch=batch)
@@ -369,7 +372,10 @@ def _allocate_slots(parts: EngineParts, config: ExecutorConfig) -> SlotState:
 def _may_read_late(parts: EngineParts) -> bool:
     """Whether steps draft nothing at times, with a head that may read their rows later."""
     config = parts.worker.config
-    if config is None or (config.max_concurrency is None and config.draft_len_schedule is None):
+    if config is None:
+        return False
+    settings = config.max_concurrency, config.draft_len_schedule
+    if settings == (None, None) and config.max_verified_drafts != "auto":
         return False
     is_alone = getattr(parts.draft_model, "writes_kv_alone", False)
     return parts.worker.max_draft_len > 0 and parts.worker.can_read_late and is_alone

@@ -49,7 +49,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         self._cache_salt, self._keep_sources = cache_salt, keep_sources
         self._feeds: list[Feed] = []
         self._readers: list[OutputReader] = []
-        self._is_started = self._is_starting = False
+        self._is_started = self._is_starting = self._is_closed = False
         self.markers: tuple[str, ...] = ()
         """Set before the stream is started: the text has these, also as special tokens."""
         self.arrived = 0.0
@@ -116,11 +116,13 @@ class OutputStream(AsyncIterator[RequestOutput]):
             )
             tokenizer = keep_markers(self._llm.tokenizer, self.markers)
             self._feeds = await self._llm.open_requests(asked, self.bell)
-            self._readers = [OutputReader(feed.request, text, tokenizer) for feed in self._feeds]
         except BaseException:
             self._llm.release(params.n, loop)
             raise
         self._llm.follow(self._feeds)
+        self._readers = [OutputReader(feed.request, text, tokenizer) for feed in self._feeds]
+        if self._is_closed:
+            self.cancel()
 
     async def pieces(self) -> list[tuple[int, Piece]]:
         """Waits for news. Returns what is new, by the completion's index; [] once all is read.
@@ -181,7 +183,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
     async def aclose(self) -> None:
         """Cancels what has not finished. A reader still gets the last output, which says so."""
-        self._is_started = True
+        self._is_started = self._is_closed = True
         self.cancel()
 
     def __del__(self) -> None:

@@ -1,8 +1,9 @@
 """CUDA graphs: a generation step is one launch.
 
-A graph is captured for a batch size (a bucket), the numbers of drafts verified and proposed, and
-greedy or sampled. It holds everything between the host's two copies: gathering inputs from the
-slots, the target, acceptance, all draft passes, and writing the next step's inputs to the slots.
+A graph is captured for what a `GraphKey` names: a batch size (a bucket), the numbers of drafts
+verified and proposed, greedy or sampled, and more. It holds everything between the host's two
+copies: gathering inputs from the slots, the target, acceptance, all draft passes, and writing the
+next step's inputs to the slots.
 The host sends slot ids and block tables, unless none has changed. A step with grammars is
 several graphs, for the host writes masks in between (`metadata/guided.py`).
 
@@ -278,7 +279,7 @@ class CudaGraphs:
             graph.replay()
 
     def replay_seconds(self, shape: StepShape, draft_len: int, context: int) -> float | None:
-        """Returns the seconds of a step that verifies and proposes K drafts, behind `context`
+        """Returns the seconds of a step of a length (`GraphKey.with_length`), behind `context`
         tokens.
 
         All rows are inert, and each reads blocks of its own, as far as there are enough: keys of
@@ -322,8 +323,10 @@ class CudaGraphs:
         self.prepare_contexts(num_drafts)
 
     def prepare(self, shape: StepShape, draft_len: int) -> bool:
-        """Captures a step that verifies and proposes K drafts, without grammars. False: there is no
-        memory for it."""
+        """Captures a step of a length (`GraphKey.with_length`), without grammars.
+
+        False: there is no memory for it.
+        """
         return self._is_there(self._key_of(shape, draft_len))
 
     def _key_of(self, shape: StepShape, length: int) -> GraphKey:

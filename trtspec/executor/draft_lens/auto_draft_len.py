@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...config import DecodingBaseConfig
-from ..request import Request, ScheduledBatch, VerifiedShare
+from ..request import Request, ScheduledBatch
 from ..results import LaunchedStep, Outcomes
 from .draft_len import DraftLen
 from .running_acceptance import AcceptanceByKind
@@ -196,7 +196,7 @@ class AutoDraftLen(DraftLen):
 
     # -- what steps bring ----------------------------------------------------------------------
     def add_outcomes(
-        self, outcomes: Outcomes, batch: ScheduledBatch, share: VerifiedShare | None = None
+        self, outcomes: Outcomes, batch: ScheduledBatch, share: int | None = None
     ) -> None:
         self._acceptance.add(outcomes, batch)
 
@@ -221,7 +221,11 @@ class AutoDraftLen(DraftLen):
         steps = launched if self._runs_at_launch else read
         if len(steps) != 1 or steps[0].batch.contexts or not steps[0].batch.generations:
             return
-        shape, draft_len = self._timed = self.shape_of(steps[0].batch), self._length_of(steps[0])
+        draft_len = self._length_of(steps[0])
+        if draft_len is None:
+            return
+        shape = self.shape_of(steps[0].batch)
+        self._timed = shape, draft_len
         if self._gives_way:  # the context of its requests is not looked at
             return
         if self._timed == before:  # the first one may verify fewer than it proposes
@@ -230,8 +234,8 @@ class AutoDraftLen(DraftLen):
             waited = steps[0].waited if apart else None
             self.costs.add(shape, draft_len, seconds, waited, self._context)
 
-    def _length_of(self, step: LaunchedStep) -> int:
-        """Returns which of `lengths` a step had."""
+    def _length_of(self, step: LaunchedStep) -> int | None:
+        """Returns which of `lengths` a step had; None: none of them."""
         return step.draft_len
 
     # -- the choice ----------------------------------------------------------------------------

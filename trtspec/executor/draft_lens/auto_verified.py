@@ -2,9 +2,11 @@
 
 Each request proposes K drafts. A step verifies v of each on average, the likeliest of all requests
 (`max_verified_drafts`, decision 028). With v it yields 1 + (the sum of the v · n largest chances)
-/ n tokens for each of n requests. The chances are the drafter's, as the slots hold them; they are
-copied to the host every few steps, which nothing waits for. What was accepted corrects them. The
-times of steps and the choice among v = 0 … K are `AutoDraftLen`'s.
+/ n tokens for each of n requests. (A graph for more requests has room for more of their drafts.)
+
+The chances are the drafter's, as the slots hold them. They are copied to the host every few steps,
+which nothing waits for. What was accepted corrects them. The times of steps and the choice among
+v = 0, 1, … K are `AutoDraftLen`'s.
 
 The choice looks at chances of earlier steps' drafts, never at the drafts that it decides on.
 """
@@ -18,11 +20,12 @@ import torch
 from torch import Tensor
 
 from ...config import DecodingBaseConfig
-from ..request import ScheduledBatch, VerifiedShare
+from ..request import ScheduledBatch
 from ..results import LaunchedStep, Outcomes
-from .auto_draft_len import TRIAL, AutoDraftLen, Launches
+from .auto_draft_len import TRIAL, AutoDraftLen, Launches, _Outlook
+from .draft_len import DraftLen
 from .running_acceptance import PRIOR
-from .step_costs import StepCosts
+from .step_costs import StepCosts, StepShape
 
 WEIGHT = 0.25  # of the latest chances among those before
 KEEP = 0.95  # of earlier results, when chances are compared with what was accepted
@@ -77,7 +80,10 @@ class AutoVerified(AutoDraftLen):
         super().__init__(max_draft_len, config, costs, launches, runs_at_launch=runs_at_launch)
         self._reader, self._number = reader, 0
         self._slots: list[int] | None = None  # whose chances are on their way
-        self._due = 0  # the choice from which on chances are read again
+        self._begun = self._due = (
+            0  # the choice when chances were read; from which on they are again
+        )
+        self._room = 1.0  # drafts that a step verifies, over v of each request
         # By v: the sum of the chances of a request's drafts that are verified, on average.
         self._chances = np.concatenate([[0.0], np.cumsum(PRIOR ** np.arange(1, max_draft_len + 1))])
         self._is_guess = True
@@ -85,24 +91,22 @@ class AutoVerified(AutoDraftLen):
         self._predicted = self._accepted = RESULTS
 
     def of(self, batch: ScheduledBatch, part: ScheduledBatch) -> int:
-        mean = super().of(batch, part)
         self.share = None
-        if not part.generations:
-            return mean
+        most = min(DraftLen.of(self, batch, part), self.limit)
+        if not part.generations or 0 < most < self.max_draft_len:
+            return most  # where K is lowered all drafts are verified
         self._number += 1
-        self.share = VerifiedShare(mean, self._number)
-        return min(self._most, self.limit) if mean else 0
+        self.share = super().of(batch, part)
+        return self.max_draft_len if self.share else 0
 
     def add_outcomes(
-        self, outcomes: Outcomes, batch: ScheduledBatch, share: VerifiedShare | None = None
+        self, outcomes: Outcomes, batch: ScheduledBatch, share: int | None = None
     ) -> None:
         self._take()
         count, asked = len(outcomes.requests), sum(outcomes.num_asked)
-        if share is None or self._is_guess or not asked:
-            return
-        predicted = np.interp(asked / count, np.arange(len(self._chances)), self._chances)
-        self._predicted += count * float(predicted)
-        self._accepted += sum(outcomes.num_accepted)
+        if share is not None and asked:
+            self._predicted += count * self._sum_of_chances(asked / count)
+            self._accepted += sum(outcomes.num_accepted)
 
     def end_step(
         self,
@@ -117,17 +121,19 @@ class AutoVerified(AutoDraftLen):
         if len(launched) != 1 or self._slots is not None or self._number < self._due:
             return
         (step,) = launched
-        if step.share is None or step.batch.contexts or step.batch.is_guided or not step.draft_len:
-            return
-        # Requests that ended have none.
+        if step.share is None or step.batch.is_guided or not step.draft_len:
+            return  # with grammars the step is not launched to its end
+        # Requests that ended have no slot.
         slots = [request.slot for request in step.batch.generations if request.slot >= 0]
         if slots:
-            self._slots, self._due = slots, self._number + TRIAL
+            self._slots, self._begun = slots, self._number
+            self._due = self._number + TRIAL
             self._reader.begin()
 
     def _take(self) -> None:
-        """Takes in chances that have arrived."""
-        if self._slots is None:
+        """Takes in chances that have arrived, once the step that verifies their drafts is chosen:
+        no choice looks at its own."""
+        if self._slots is None or self._number == self._begun:
             return
         chances = self._reader.take()
         if chances is None:
@@ -135,14 +141,27 @@ class AutoVerified(AutoDraftLen):
         rows, self._slots = chances[self._slots], None
         best = np.sort(rows, axis=None)[::-1]
         sums = best.cumsum()[len(rows) - 1 :: len(rows)] / len(rows)  # of n, 2n, … drafts
-        self._chances[1:] += (1.0 if self._is_guess else WEIGHT) * (sums - self._chances[1:])
-        self._is_guess = False
+        weight = WEIGHT
+        if self._is_guess:
+            weight, self._is_guess = 1.0, False
+            self._predicted = self._accepted = RESULTS
+        self._chances[1:] += weight * (sums - self._chances[1:])
         self._predicted *= KEEP
         self._accepted *= KEEP
 
-    def _length_of(self, step: LaunchedStep) -> int:
-        return 0 if step.share is None or not step.draft_len else step.share.mean
+    def _sum_of_chances(self, mean: float) -> float:
+        """Returns the sum of the chances of a request's drafts, of which `mean` are verified."""
+        return float(np.interp(mean, np.arange(len(self._chances)), self._chances))
+
+    def _outlook_of(self, shape: StepShape, batch: ScheduledBatch, is_due: bool) -> _Outlook:
+        # A graph's room for drafts is by its size: fewer requests verify more of theirs.
+        self._room = shape.size / len(batch.generations)
+        return super()._outlook_of(shape, batch, is_due)
+
+    def _length_of(self, step: LaunchedStep) -> int | None:
+        return step.share
 
     def _expected_tokens(self) -> Sequence[float]:
-        found = self._chances * (self._accepted / self._predicted)
-        return [1 + min(float(accepted), mean) for mean, accepted in enumerate(found)]
+        factor = self._accepted / self._predicted
+        means = [min(mean * self._room, self.max_draft_len) for mean in range(len(self._chances))]
+        return [1 + min(mean, factor * self._sum_of_chances(mean)) for mean in means]

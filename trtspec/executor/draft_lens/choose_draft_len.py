@@ -28,11 +28,15 @@ SECONDS_AT_START = 10.0  # of captures; what is left then waits, but for times t
 def draft_len_of(runner: StepRunner) -> DraftLen:
     """Returns the config's choice of lengths: fixed, by a schedule, or by what is measured."""
     config, most = runner.step.worker.config, runner.max_draft_len
-    if config is None or most == 0:
+    is_auto = config is not None and "auto" in (
+        config.draft_len_schedule, config.max_verified_drafts,
+    )  # fmt: skip
+    if config is None or not is_auto or most == 0:
         return DraftLen(most, config)
     path, graphs = _path(runner), runner.graphs
     launches = Launches() if graphs is None else _GraphLaunches(runner)
-    on_cpu, auto = runner.device.type == "cpu", None
+    on_cpu = runner.device.type == "cpu"
+    auto: AutoDraftLen
     if config.draft_len_schedule == "auto":
         auto = AutoDraftLen(
             most,
@@ -43,14 +47,14 @@ def draft_len_of(runner: StepRunner) -> DraftLen:
             rates_path=path.with_suffix(".rates"),
             is_default=runner.chooses_by_default,
         )
-    elif config.max_verified_drafts == "auto" and runner.forced_acceptance is None:
+    elif runner.forced_acceptance is None:
         chances = runner.step.state.chances
         assert chances is not None
         reader = ChanceReader(chances)
         auto = AutoVerified(most, config, StepCosts(path), launches, reader, runs_at_launch=on_cpu)
         if graphs is not None:
             graphs.shared_of = most
-    if auto is None:
+    else:
         return DraftLen(most, config)
     if graphs is not None:
         graphs.may_lose_graphs = True

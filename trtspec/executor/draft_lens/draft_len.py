@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from ...checks import is_int
 from ...config import DecodingBaseConfig
 from ...errors import ConfigError
-from ..request import Request, ScheduledBatch, VerifiedShare
+from ..request import Request, ScheduledBatch
 from ..results import LaunchedStep, Outcomes
 
 
@@ -31,8 +31,9 @@ class DraftLen:
         self._runtime, self._is_runtime_given = max_draft_len, False
         self.last = max_draft_len  # proposed by the last step of generations
         self.limit = max_draft_len  # of the step that is scheduled; read where `is_exact`
-        self.share: VerifiedShare | None = None
-        """How many drafts the launch verifies that `of` was last asked of; None: not chosen."""
+        self.share: int | None = None
+        """How many drafts of each request the launch verifies that `of` was last asked of, on
+        average; None: not chosen."""
 
     @property
     def runtime(self) -> int:
@@ -89,7 +90,7 @@ class DraftLen:
         return min(self._runtime, scheduled)
 
     def add_outcomes(
-        self, outcomes: Outcomes, batch: ScheduledBatch, share: VerifiedShare | None = None
+        self, outcomes: Outcomes, batch: ScheduledBatch, share: int | None = None
     ) -> None:
         """Called with what became of the drafts of a step, its batch and its plan's share."""
 
