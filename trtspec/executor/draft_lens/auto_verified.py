@@ -28,7 +28,7 @@ from .running_acceptance import PRIOR
 from .step_costs import StepCosts, StepShape
 
 WEIGHT = 0.25  # of the latest chances among those before
-KEEP = 0.95  # of earlier results, when chances are compared with what was accepted
+KEEP = 0.994  # of earlier results, at each step
 RESULTS = 50.0  # accepted drafts that the drafter's own chances count as at first
 
 
@@ -80,9 +80,7 @@ class AutoVerified(AutoDraftLen):
         super().__init__(max_draft_len, config, costs, launches, runs_at_launch=runs_at_launch)
         self._reader, self._number = reader, 0
         self._slots: list[int] | None = None  # whose chances are on their way
-        self._begun = self._due = (
-            0  # the choice when chances were read; from which on they are again
-        )
+        self._begun = self._due = 0  # the choice when they were asked for; when they are again
         self._room = 1.0  # drafts that a step verifies, over v of each request
         # By v: the sum of the chances of a request's drafts that are verified, on average.
         self._chances = np.concatenate([[0.0], np.cumsum(PRIOR ** np.arange(1, max_draft_len + 1))])
@@ -91,10 +89,12 @@ class AutoVerified(AutoDraftLen):
         self._predicted = self._accepted = RESULTS
 
     def of(self, batch: ScheduledBatch, part: ScheduledBatch) -> int:
-        self.share = None
-        most = min(DraftLen.of(self, batch, part), self.limit)
-        if not part.generations or 0 < most < self.max_draft_len:
-            return most  # where K is lowered all drafts are verified
+        self.share, most = None, DraftLen.of(self, batch, part)
+        if not part.generations:
+            return most
+        most = min(most, self.limit)
+        if 0 < most < self.max_draft_len:  # all are verified
+            return most
         self._number += 1
         self.share = super().of(batch, part)
         return self.max_draft_len if self.share else 0
@@ -105,8 +105,9 @@ class AutoVerified(AutoDraftLen):
         self._take()
         count, asked = len(outcomes.requests), sum(outcomes.num_asked)
         if share is not None and asked:
-            self._predicted += count * self._sum_of_chances(asked / count)
-            self._accepted += sum(outcomes.num_accepted)
+            predicted = count * self._sum_of_chances(asked / count)
+            self._predicted = KEEP * self._predicted + predicted
+            self._accepted = KEEP * self._accepted + sum(outcomes.num_accepted)
 
     def end_step(
         self,
@@ -146,15 +147,13 @@ class AutoVerified(AutoDraftLen):
             weight, self._is_guess = 1.0, False
             self._predicted = self._accepted = RESULTS
         self._chances[1:] += weight * (sums - self._chances[1:])
-        self._predicted *= KEEP
-        self._accepted *= KEEP
 
     def _sum_of_chances(self, mean: float) -> float:
         """Returns the sum of the chances of a request's drafts, of which `mean` are verified."""
         return float(np.interp(mean, np.arange(len(self._chances)), self._chances))
 
     def _outlook_of(self, shape: StepShape, batch: ScheduledBatch, is_due: bool) -> _Outlook:
-        # A graph's room for drafts is by its size: fewer requests verify more of theirs.
+        # A graph's room for drafts is by its size, so fewer requests verify more of them.
         self._room = shape.size / len(batch.generations)
         return super()._outlook_of(shape, batch, is_due)
 
