@@ -121,10 +121,11 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, object]:
 def _print(diagnosis: Diagnosis, head: Path) -> None:
     console = make_console()
     if diagnosis.as_loaded is not None:
-        table = Table(title=str(head), title_justify="left")
+        title = f"{head}: how many of drafts 1, 2, … are accepted, if those before are"
+        table = Table(title=title, title_justify="left")
         table.add_column("setting")
         for i in range(len(diagnosis.as_loaded.conditional)):
-            table.add_column(f"draft {i + 1}", justify="right")
+            table.add_column(str(i + 1), justify="right")
         table.add_column("length", justify="right")
         rows = [("as it is", diagnosis.as_loaded)]
         rows += [(f.name, f.result) for f in diagnosis.tried]
