@@ -31,7 +31,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "block_size": (f"{_CACHE}(tokens_per_block=…)", "max_draft_len"),
     "context_length": ("max_seq_len",),
     "distributed_executor_backend": ("backend",),
-    "enable_adaptive_verification": ('max_draft_len="auto"', "max_verified_drafts"),
+    "enable_adaptive_verification": ('max_verified_drafts="auto"', 'max_draft_len="auto"'),
     "eagle3_layers_to_capture": ("target_layer_ids",),
     "enable_autotuner": ("cuda_graph_config=CudaGraphConfig(enable_autotuner=…)",),
     "enable_expert_parallel": ("moe_expert_parallel_size",),
