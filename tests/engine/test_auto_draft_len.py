@@ -330,6 +330,19 @@ def test_a_probe_comes_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None
     assert early < 200
 
 
+def test_greedy_steps_tell_of_sampled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each number of requests lengths are tried once."""
+    engine = Engine(monkeypatch, of_gpu)
+    engine.run(400, [0.5] * K, 8)
+    tried = engine.auto.num_trials
+    assert tried >= 3
+    engine.run(400, [0.5] * K, 8, temperature=1)
+    assert engine.auto.num_trials - tried <= 1
+    assert engine.auto.chosen == max(
+        range(K + 1), key=lambda k: fixed_speed(of_gpu, [0.5] * K, k, 8)
+    )
+
+
 def test_known_times_need_no_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first = Engine(monkeypatch, of_gpu, StepCosts(tmp_path / "times.json"))
     first.run(600, [0.85] * K)

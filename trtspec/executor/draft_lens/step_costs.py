@@ -148,8 +148,14 @@ class StepCosts:
         return draft_len in self._cells.get(shape, {})
 
     def is_settled(self, shape: StepShape, draft_len: int) -> bool:
-        """Whether enough steps were timed that one slow one does not count."""
-        cell = self._cells.get(shape, {}).get(draft_len)
+        """Whether enough steps were timed that one slow one does not count.
+
+        Lengths are to each other about the same in greedy and in sampled steps, so times of either
+        are enough.
+        """
+        like = shape, shape._replace(all_greedy=not shape.all_greedy)
+        cells = (self._cells.get(one, {}).get(draft_len) for one in like)
+        cell = next(filter(None, cells), None)
         return cell is not None and cell.is_settled
 
     def of(
