@@ -15,6 +15,7 @@ from tiny import tiny_model_dir
 
 from trtspec import LLM, cli
 from trtspec.checkpoints import weights, zoo
+from trtspec.cli import doctor
 from trtspec.cli.inputs import encoder
 from trtspec.errors import RequestError
 
@@ -131,3 +132,23 @@ def test_a_model_without_a_chat_template(tmp_path: Path, capsys: Captured) -> No
         assert encoder(llm, raw=True)(messages) == tokenizer.encode("ab\n\nc")
         with pytest.raises(RequestError, match=r"to generate\(\) or /v1/completions"):
             llm.chat(messages)
+
+
+def test_the_best_of_many_trials_are_shown(capsys: Captured) -> None:
+    results = [
+        SimpleNamespace(name=f"trial-{i}", result=SimpleNamespace(
+            conditional=[0.5] * 8, acceptance_length=1 + (7 * i % 40) / 100))
+        for i in range(40)
+    ]  # fmt: skip
+    diagnosis: Any = SimpleNamespace(
+        as_loaded=results[0].result, tried=results[1:], problems=["none"], changes=[], remarks=[]
+    )
+    doctor._print(diagnosis, Path("head"))
+    text = capsys.readouterr().out
+    best = sorted(results[1:], key=lambda f: -f.result.acceptance_length)[: doctor.MAX_ROWS]
+    assert "as it is" in text
+    assert [line.split()[1] for line in text.splitlines() if "trial-" in line] == [
+        f.name for f in best
+    ]
+    hidden = 39 - doctor.MAX_ROWS
+    assert f"{hidden} others were tried, of length 1.27 at most (--json has all)" in text

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..doctor import Diagnosis
 
 Ids = list[list[int]]
+MAX_ROWS = 12  # of what was tried, the best
 
 
 def run_doctor(options: DoctorOptions, output: JsonOptions) -> int:
@@ -127,12 +128,20 @@ def _print(diagnosis: Diagnosis, head: Path) -> None:
         for i in range(len(diagnosis.as_loaded.conditional)):
             table.add_column(str(i + 1), justify="right")
         table.add_column("length", justify="right")
+        best_first = sorted(diagnosis.tried, key=lambda f: -f.result.acceptance_length)
+        hidden = best_first[MAX_ROWS:]
         rows = [("as it is", diagnosis.as_loaded)]
-        rows += [(f.name, f.result) for f in diagnosis.tried]
+        rows += [(f.name, f.result) for f in best_first[:MAX_ROWS]]
         for name, result in rows:
             rates = [f"{rate:.2f}" for rate in result.conditional]
             table.add_row(name, *rates, f"{result.acceptance_length:.2f}")
         console.print(table)
+        if hidden:
+            most = hidden[0].result.acceptance_length
+            text = (
+                f"{len(hidden)} others were tried, of length {most:.2f} at most (--json has all)."
+            )
+            console.print(Text(text), soft_wrap=True)
     for problem in diagnosis.problems:
         console.print(Text(f"✗ {problem}", style="red"), soft_wrap=True)
     if not diagnosis.problems:
