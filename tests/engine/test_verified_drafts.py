@@ -23,6 +23,7 @@ from torch import Tensor
 from trtspec import (
     LLM,
     AutoDecodingConfig,
+    DSparkDecodingConfig,
     EagleDecodingConfig,
     NGramDecodingConfig,
     SAEnhancerConfig,
@@ -137,7 +138,7 @@ def chances_of(llm: LLM, monkeypatch: pytest.MonkeyPatch, prompts: int = 3) -> I
         yield llm.executor.state.chances[slots], seen
 
 
-@pytest.mark.parametrize("mode", [mode for mode in NETWORKS if mode != "dflash2"])
+@pytest.mark.parametrize("mode", [mode for mode in NETWORKS if mode not in ("dflash2", "dspark")])
 def test_chances_are_those_of_the_drafters_logits(
     target_dir: Path, drafters: Drafters, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +185,64 @@ def test_chances_of_drafts_that_are_walked_through(
         torch.testing.assert_close(chances, expected, atol=1e-6, rtol=1e-4)
         count += 1
     assert count > 3
+
+
+CONFIDENT: dict[str, dict[str, Any]] = {
+    "vanilla": {"markov": "vanilla", "confidence": "markov"},
+    "in_turn": {"markov": "gated", "confidence": "markov", "draft_vocab": 40},
+    "hidden": {"markov": "rnn", "confidence": "hidden"},
+    "no_markov": {
+        "confidence": "hidden",
+        "sample_from_anchor": True,
+        "inner": {"architectures": ["DSparkDraftModel"], "markov_rank": 0},
+    },
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("name", CONFIDENT)
+def test_chances_are_those_of_a_confidence_head(
+    target_dir: Path, tmp_path: Path, name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sigmoid(w [h, e] + b), h a row that proposes, e of the token before, by float64."""
+    path = dflash_dir(tmp_path, block=K + 1, **CONFIDENT[name])
+    config = DSparkDecodingConfig(
+        max_draft_len=K, speculative_model=path, target_layer_ids=[0, 1, 2], max_verified_drafts=2,
+        acceptance="rejection",
+    )  # fmt: skip
+    llm = cpu_engine(target_dir, config, overlap=False)
+    head: Any = llm.executor.runner.step.draft_model
+    weights = {key: w.double() for key, w in load_file(path / "model.safetensors").items()}
+    if name == "vanilla":
+        w1, w2 = (weights[f"markov_head.markov_w{i}.weight"].float() for i in (1, 2))
+        monkeypatch.setattr(type(head.markov_head), "tables", lambda *_: MarkovTables(w1, w2, None))
+    rows, compute = list[Tensor](), head.compute_logits
+    monkeypatch.setattr(
+        head, "compute_logits", lambda *given: rows.append(given[0].double()) or compute(*given)
+    )
+    requests = [
+        llm.executor.enqueue(
+            prompt, SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=3)
+        )
+        for prompt in random_prompts(3, 12)
+    ]
+    seen = []
+    for _ in range(4):
+        llm.executor.step()
+        slots = [request.slot for request in requests]
+        if min(slots) < 0 or len(rows[-1]) != K * 3:
+            continue
+        state = llm.executor.state
+        read = rows[-1].view(K, 3, -1)
+        if name in ("vanilla", "in_turn"):
+            before = state.next_tokens[slots, :K].T.long()
+            read = torch.cat([read, weights["markov_head.markov_w1.weight"][before]], dim=-1)
+        logits = read @ weights["confidence_head.proj.weight"][0]
+        logits = logits + weights["confidence_head.proj.bias"]
+        expected = logits.sigmoid().cumprod(0).T.float()
+        torch.testing.assert_close(state.chances[slots], expected, atol=1e-5, rtol=1e-4)
+        seen.append(expected)
+    assert len(seen) > 1 and torch.cat(seen).std() > 0.05
 
 
 def test_what_is_found_in_texts_is_verified_first(target_dir: Path, tmp_path: Path) -> None:

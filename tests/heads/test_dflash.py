@@ -126,6 +126,7 @@ def test_speculators_model(target_dir: Path, tmp_path: Path, flags: dict[str, An
         ON_CPU,
     )
     assert isinstance(head, DFlashHead)
+    model_of_confidence = getattr(model, "confidence_head", None)
     assert (head.d2t is None) == (model.d2t is None or not bool(model.d2t.any()))
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(ROWS, model.fc.in_features, generator=generator)
@@ -157,6 +158,16 @@ def test_speculators_model(target_dir: Path, tmp_path: Path, flags: dict[str, An
                     bias, state = head.markov_head(token[None], row[None], state)
                     biases.append(bias)
                 ours = ours + torch.cat(biases)
+            if model_of_confidence is not None:
+                embeddings = out[:, :0]
+                read = out
+                if head.markov_head is not None:
+                    embeddings = head.markov_head.embeddings(before)
+                    read = torch.cat([out, model.markov_head.prev_embeddings(before)], dim=-1)
+                assert head.confidence_head is not None
+                torch.testing.assert_close(
+                    head.confidence_head(out, embeddings), model_of_confidence(read)
+                )
         first = 0 if head.samples_from_anchor else 1
         assert isinstance(ours, torch.Tensor) and expected[expected > -math.inf].std() > 0.5
         torch.testing.assert_close(ours[first:], expected[first:], atol=1e-4, rtol=2e-5)

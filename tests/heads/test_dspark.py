@@ -105,7 +105,7 @@ def test_what_modelopt_exports_drafts_as_the_formula(
     target_dir: Path, tmp_path: Path, kind: str
 ) -> None:
     """Its fields are in `dflash_config`, its tensors without the prefix; no name is DSpark's."""
-    own = dflash_dir(tmp_path, markov=kind, block=3)
+    own = dflash_dir(tmp_path, markov=kind, block=3, confidence="markov")
     raw = json.loads((own / "config.json").read_text())
     assert raw["architectures"] == ["DSparkDraftModel"]
     raw["architectures"] = ["DFlashDraftModel"]
@@ -143,3 +143,30 @@ def test_what_is_of_another_kind_is_refused(target_dir: Path, tmp_path: Path) ->
     odd = dflash_dir(tmp_path, markov="vanilla", rank=12, inner={"markov_rank": 13})
     with pytest.raises(CheckpointError, match=r"markov_w1.*Check markov_rank and vocab_size"):
         cpu_engine(target_dir, DSparkDecodingConfig(speculative_model=odd))
+
+
+def test_a_confidence_head_is_in_config_and_tensors(target_dir: Path, tmp_path: Path) -> None:
+    path = dflash_dir(tmp_path, markov="vanilla", confidence="markov")
+    raw, tensors = json.loads((path / "config.json").read_text()), path / "model.safetensors"
+    config = DSparkDecodingConfig(speculative_model=path)
+
+    def confidence_of(**fields: Any) -> Any:
+        (path / "config.json").write_text(json.dumps(raw | fields))
+        return cpu_engine(target_dir, config).executor.runner.step.draft_model.confidence_head
+
+    for given in ({}, {"enable_confidence_head": True}, {"use_confidence_head": True}):
+        assert confidence_of(**given) is not None
+    assert confidence_of(enable_confidence_head=False) is None
+    with pytest.raises(CheckpointError, match="enable_confidence_head=True and use_confidence_hea"):
+        confidence_of(enable_confidence_head=True, use_confidence_head=False)
+    raw["dflash_config"]["confidence_head_with_markov"] = False
+    with pytest.raises(
+        CheckpointError,
+        match=r"confidence_head.proj.weight in .*Check hidden_size, markov_rank and",
+    ):
+        confidence_of()
+    kept = {key: w for key, w in load_file(tensors).items() if "confidence" not in key}
+    save_file(kept, tensors, metadata={"format": "pt"})
+    assert confidence_of() is None
+    with pytest.raises(CheckpointError, match=r"has no confidence_head.proj.weight. Copy the head"):
+        confidence_of(enable_confidence_head=True)

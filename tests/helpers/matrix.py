@@ -73,7 +73,7 @@ def make_drafters(folder: Path, oracle: Oracle | None = None) -> Drafters:
         draft=tiny_model_dir(folder, seed=2), head=eagle3_dir(folder),
         masked_head=p_eagle_dir(folder), masked_draft=pard_dir(folder),
         block_head=dflash_dir(folder), path_head=dflash_dir(folder, path={}, reads_next=True),
-        markov_head=dflash_dir(folder, markov="gated", reads_next=True),
+        markov_head=dflash_dir(folder, markov="gated", reads_next=True, confidence="markov"),
         oracle=oracle,
     )  # fmt: skip
 

@@ -31,12 +31,14 @@ def dflash_dir(
     draft_vocab: int | None = None, markov: str | None = None, rank: int = 12,
     path: dict[str, int] | None = None, inner: dict[str, Any] | None = None,
     reads_next: bool = False, sinks: bool = False, own_embedding: bool = False,
+    confidence: str | None = None,
     **dflash_config: Any,
 ) -> Path:  # fmt: skip
     """A head in z-lab's format. `draft_vocab=None` shares the target's lm_head.
 
     With `reads_next` its context rows read the token after them. With `path` it is a DFlash2 head:
-    fields in place of those of `DFLASH2`. With `sinks` its layers have attention sinks.
+    fields in place of those of `DFLASH2`. With `sinks` its layers have attention sinks. Its
+    confidence head reads "markov", a row and the token before, or "hidden", a row alone.
     """
     if sinks:
         dflash_config["attention_sink_bias"] = True
@@ -64,8 +66,6 @@ def dflash_dir(
         shapes |= {
             "markov_head.markov_w1.weight": (VOCAB, rank),
             "markov_head.markov_w2.weight": (draft_vocab or VOCAB, rank),
-            "confidence_head.proj.weight": (1, SIZE + rank),
-            "confidence_head.proj.bias": (1,),
         }
         name, columns, rows = "gate_proj", SIZE + rank, rank
         if markov == "rnn":
@@ -73,6 +73,10 @@ def dflash_dir(
         if markov != "vanilla":
             shapes[f"markov_head.{name}.weight"] = (rows, columns)
             shapes[f"markov_head.{name}.bias"] = (rows,)
+    if confidence is not None:
+        shapes["confidence_head.proj.weight"] = (1, SIZE + (rank if confidence == "markov" else 0))
+        shapes["confidence_head.proj.bias"] = (1,)
+        dflash_config["confidence_head_with_markov"] = confidence == "markov"
     if path is not None:
         path = DFLASH2 | path
         dflash_config |= path
@@ -88,6 +92,8 @@ def dflash_dir(
     tensors = _weights(shapes, seed)
     for name in [name for name in tensors if name.endswith("attention_sink_bias")]:
         tensors[name] = 2 + 4 * tensors[name]  # beside the scores of a few keys
+    if confidence is not None:
+        tensors["confidence_head.proj.weight"] *= 5  # so that chances differ
     if path is not None:
         for name in [name for name in tensors if "codebook" in name]:
             tensors[name] *= 1.5  # so that the token before matters

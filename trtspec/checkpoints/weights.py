@@ -71,6 +71,7 @@ _CONFIG_FIELDS = {
     "per_layer_projection": "hidden_size_per_layer_input and hidden_size",
     "markov_w1": "markov_rank and vocab_size",
     "markov_w2": "markov_rank and draft_vocab_size",
+    "confidence_proj": "hidden_size, markov_rank and confidence_head_with_markov",
     "attention_conv": "conv_kernel_size and hidden_size",
     "mlp_conv": "conv_kernel_size and hidden_size",
     "kernel_projection": "conv_kernel_size, conv_group_size and hidden_size",

@@ -144,6 +144,8 @@ def _input_facts(head: HeadConfig, target: DecoderConfig | None) -> dict[str, st
         facts["Block"] = _block(head)
         if head.markov_rank:
             facts["Bias"] = f"by the token before, {head.markov_kind}, rank {head.markov_rank}"
+        if head.confidence_size:
+            facts["Confidence head"] = "read where max_verified_drafts is set"
     elif head.kind == "eagle3":
         facts["Captured layers"] = _captured(head)
         names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

@@ -473,6 +473,14 @@ class TrainOptions:
             min=1, help="dspark: the rank of its bias. Default: by the target's size, at most 256."
         ),
     ] = None
+    confidence_head: Annotated[
+        bool,
+        typer.Option(
+            "--confidence-head",
+            help="dspark: train what says how likely a draft is to be accepted, for "
+            "max_verified_drafts. Default: as the head of --init-head.",
+        ),
+    ] = False
     selector_rank: Annotated[
         int | None,
         typer.Option(

@@ -91,7 +91,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     _guided: GuidedStep | None = None
     """Masks of this step's drafts, where a request has a grammar."""
     _probabilities: tuple[Tensor, ...] = ()
-    """For each depth drafted so far, [B] float32: the drafter's probability of its best token."""
+    """For each depth drafted so far, [B] float32: how likely the drafter finds its draft."""
     lookup: SuffixLookup | None = None
     """Drafts from texts: all of them in mode SA, those of some requests where the config has an
     `sa_config`."""
@@ -456,10 +456,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         depth: int,
     ) -> Tensor:
         """Does what `propose` does with logits that `allowed` has returned."""
-        if self.keeps_probabilities:
-            self.add_probabilities(
-                best_probabilities(gather_logits(logits)), last_positions.shape[0]
-            )
+        self.note_logits(logits, last_positions.shape[0])
         drafts = self._choose(logits, d2t, sampler, last_positions, depth)
         if self._guided is not None:
             hand_over_drafts(self._guided, drafts, depth, has_pass=not self.drafts_in_one_pass)
@@ -469,6 +466,11 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     def keeps_probabilities(self) -> bool:
         """Whether verification is shared out by how likely the drafts are."""
         return self.config is not None and self.config.max_verified_drafts is not None
+
+    def note_logits(self, logits: Tensor | ShardedLogits, batch: int) -> None:
+        """Notes how likely drafts are by what they are chosen from, [n * B, Vd], by draft."""
+        if self.keeps_probabilities:
+            self.add_probabilities(best_probabilities(gather_logits(logits)), batch)
 
     def add_probabilities(self, probabilities: Tensor, batch: int) -> None:
         """Notes how likely the step's next drafts are, [n * B] float32, by draft.

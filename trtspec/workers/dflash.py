@@ -25,12 +25,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..distributed.logits import gather_logits, top_tokens
+from ..distributed.logits import ShardedLogits, gather_logits, top_tokens
 from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import BlockRows, block_rows, draft_step, gather_rows
 from ..ops.tokens.markov_walk import walk_markov
-from ..ops.tokens.probability import best_probabilities, walk_probabilities
+from ..ops.tokens.probability import walk_probabilities
 from ..ops.tokens.walk import PathCandidates, candidate_scores, walk_candidates
 from .heads import (
     draft_source,
@@ -49,6 +49,8 @@ class DFlashWorker(OnePassWorker):
     can_read_late = True
     reads_next_tokens = False
     """Whether the head's context rows read the token after them, for `num_tokens_ahead`."""
+    has_confidence = False
+    """Whether the head says itself how likely its drafts are, as it was when it drafted last."""
 
     def num_proposals(self, inputs: DraftInputs) -> int:
         """Returns P, perhaps 0: the context is read in any case."""
@@ -82,13 +84,40 @@ class DFlashWorker(OnePassWorker):
         rows = self.rows_of_block(inputs, meta, head.samples_from_anchor)
         ids, step = draft_step(meta, rows.tokens, rows.positions, self.num_extra_kv_tokens)
         out, _ = both_outputs(head(ids, step.position_ids, hidden_states, step, step=0))
+        (proposing,) = gather_rows(rows.proposing, out)  # by proposal, then by request
+        self.has_confidence = head.confidence_head is not None
         if head.markov_head is not None:
-            return self.drafts_in_turn(inputs, meta, rows, head, out)
-        (proposing,) = gather_rows(rows.proposing, out)
-        if head.candidate_selector is not None:
+            drafts = self.drafts_in_turn(inputs, meta, rows, head, out, proposing)
+        elif head.candidate_selector is not None:
             return self.drafts_of_path(inputs, meta, rows, head, proposing)
-        logits = head.compute_logits(proposing, 0)
-        return self.drafts(inputs, meta, rows.last_positions, logits, head.d2t)
+        else:
+            logits = head.compute_logits(proposing, 0)
+            drafts = self.drafts(inputs, meta, rows.last_positions, logits, head.d2t)
+        if self.has_confidence and self.keeps_probabilities:
+            self.add_confidence(head, proposing, rows.tokens[:, 0], drafts)
+        return drafts
+
+    def note_logits(self, logits: Tensor | ShardedLogits, batch: int) -> None:
+        if not self.has_confidence:
+            super().note_logits(logits, batch)
+
+    def add_confidence(
+        self, head: BlockDraftModel, proposing: Tensor, last: Tensor, drafts: Tensor
+    ) -> None:
+        """Notes how likely drafts are by DSpark's confidence head, which sees no draft itself.
+
+        Args:
+            proposing: [P * B, H]. last: [B] int, the last accepted tokens. drafts: [B, K] int32.
+        """
+        confidence, batch = head.confidence_head, len(last)
+        assert confidence is not None
+        before = torch.cat([last[None].to(drafts.dtype), drafts.T])[: len(proposing) // batch]
+        before = before.flatten().clamp_min(0)  # -1 is beyond the longest text
+        embeddings = proposing[:, :0]
+        if head.markov_head is not None:
+            embeddings = head.markov_head.embeddings(before)
+        chances = confidence(proposing, embeddings).sigmoid().nan_to_num(0.0)
+        self.add_probabilities(chances, batch)
 
     def drafts_in_turn(
         self,
@@ -97,17 +126,21 @@ class DFlashWorker(OnePassWorker):
         rows: BlockRows,
         head: BlockDraftModel,
         out: Tensor,
+        proposing: Tensor,
     ) -> Tensor:
-        """Draws DSpark's drafts, each with a bias by the one before: out [B * R, H] -> [B, K]."""
+        """Draws DSpark's drafts, each with a bias by the one before.
+
+        Args:
+            out: [B * R, H]. proposing: [P * B, H].
+        """
         markov, sampler = head.markov_head, self.draft_sampler(inputs)
         assert markov is not None
         batch, before = rows.last_positions.shape[0], rows.tokens[:, 0]
-        (proposing,) = gather_rows(rows.proposing, out)  # by proposal, then by request
         logits: Any = head.compute_logits(proposing, 0)
         tables, proposals = markov.tables(head.d2t), list[Tensor]()
         if tables is not None and sampler is None and inputs.spec_metadata.guided is None:
             taken = walk_markov(logits, before, tables)
-            if self.keeps_probabilities:
+            if self.keeps_probabilities and not self.has_confidence:
                 found = walk_probabilities(logits, before, taken, tables)
                 self.add_probabilities(found.flatten(), batch)
             proposals += taken.unbind(0)
@@ -145,8 +178,7 @@ class DFlashWorker(OnePassWorker):
         proposals: list[Tensor] = []
         is_guided = inputs.spec_metadata.guided is not None
         if sampler is None and not is_guided:
-            if self.keeps_probabilities:
-                self.add_probabilities(best_probabilities(gather_logits(logits)), batch)
+            self.note_logits(logits, batch)
             proposals += walk_candidates(candidates, before, selector.books).unbind(0)
             return self.finish(meta, rows.last_positions, proposals)
         nothing = torch.full(

@@ -113,11 +113,19 @@ class MarkovBias(Protocol):
 
     def tables(self, d2t: Tensor | None) -> MarkovTables | None: ...
 
+    def embeddings(self, before: Tensor) -> Tensor: ...
+
     def first_state(self, hidden: Tensor) -> Tensor: ...
 
     def __call__(
         self, before: Tensor, hidden: Tensor, state: Tensor
     ) -> tuple[Tensor | ShardedLogits, Tensor]: ...
+
+
+class Confidence(Protocol):
+    """Says how likely drafts are to be accepted, by what is known before they are drawn."""
+
+    def __call__(self, hidden: Tensor, embeddings: Tensor) -> Tensor: ...
 
 
 class PathSelector(Protocol):
@@ -140,6 +148,7 @@ class BlockDraftModel(DraftModel, Protocol):
     samples_from_anchor: bool  # the last token's row proposes too
     reads_next_tokens: bool  # a context row reads the token after it
     markov_head: MarkovBias | None  # DSpark's
+    confidence_head: Confidence | None  # DSpark's, of some
     candidate_selector: PathSelector | None  # DFlash2's; without both all rows propose at once
 
     def read_context(

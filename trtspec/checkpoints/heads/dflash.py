@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from .fields import head_tensors
 from .fit import check_ends, check_vocabulary_map
 from .records import HeadFiles, HeadKind, HeadReport, HeadRequest, Sources
 
-logger = logging.getLogger(__name__)
 _CONTEXT_EMBEDDING = "context_embedding_fc.weight"
 
 
@@ -42,6 +40,12 @@ def _read(
             "and remove the file."
         )
     config = report.config = parse_dflash(files, report.tensors, request, target)
+    if not config.confidence_size:
+        report.tensors = {
+            name: source
+            for name, source in report.tensors.items()
+            if not name.startswith("confidence_head.")
+        }
     _check_context_embeddings(report, config, files.config_path)
     _check_sinks(report, config, files.config_path)
     check_ends(report, config, target)
@@ -84,15 +88,12 @@ def _check_sinks(report: HeadReport, config: HeadConfig, where: Path) -> None:
 
 
 def _dspark_tensors(sources: Sources) -> Sources:
-    """Returns the tensors under their names in `MarkovHead`, without the confidence head's."""
+    """Returns the tensors under their names in `MarkovHead` and `ConfidenceHead`."""
     renamed: Sources = {}
     for name, source in sources.items():
-        if name.startswith(("confidence_head.", "confidence_proj.")):
-            continue
         new = re.sub(r"^(markov_w[12]|gate_proj|joint_proj)\.", r"markov_head.\1.", name)
+        new = re.sub(r"^confidence_(head\.)?proj\.", "confidence_head.confidence_proj.", new)
         renamed[new] = source
-    if len(renamed) < len(sources):
-        logger.info("The confidence head is not used: K does not depend on it.")
     return renamed
 
 

@@ -57,13 +57,16 @@ _RELATIVES = {
     "lilicorr_enabled": "LiLiCorr's transformer over candidates",
 }
 """Fields by which a head computes more than DFlash does."""
+_HAS_CONFIDENCE = "enable_confidence_head", "use_confidence_head"  # the latter: ModelOpt's
+_CONFIDENCE = "confidence_head.confidence_proj."  # as the loader calls it
 _CAUSAL = "is_causal", "causal", "causal_head"
 _OWN = (
     "block_size", "mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids",
     "num_target_layers", "target_hidden_size", "sample_from_anchor", "shift_label", "use_swa",
     "swa_window_size", *_SINKS, "attention_value_scale", "input_embedding_scale",
     "output_multiplier", "final_logit_softcapping", "context_embeddings", WINDOWS_SEE,
-    "markov_rank", "markov_head_type", *_CAUSAL, *_DFLASH2,
+    "markov_rank", "markov_head_type", *_HAS_CONFIDENCE, "confidence_head_with_markov", *_CAUSAL,
+    *_DFLASH2,
 )  # fmt: skip
 """Fields that a head has more than its layers: at the top of config.json or in `dflash_config`."""
 _AT_TOP = "draft_vocab_size", "draft_window", "layer_types", "sliding_window"
@@ -160,14 +163,13 @@ def parse_dflash(
     known_tokens = max(decoder.vocab_size, target.vocab_size if target else 0)
     extra: dict[str, Any] = {}
     source = "speculators" if speculators else "z-lab's"
-    unused = ", without its confidence head" if fields.get("enable_confidence_head") else ""
     if variant == "DSpark":
-        extra = _dspark_fields(fields, where)
+        extra = _dspark_fields(fields, decoder.hidden_size, tensors, where)
     elif variant == "DFlash2":
         extra = _dflash2_fields(fields, decoder, block, vocab, where)
     return HeadConfig(
         kind="dspark" if variant == "DSpark" else "dflash",
-        format=f"{variant}, {source} format{unused}",
+        format=f"{variant}, {source} format",
         decoder=decoder,
         target_hidden_size=size_field(fields, "target_hidden_size", decoder.hidden_size, where),
         draft_vocab_size=vocab,
@@ -288,7 +290,9 @@ def _layers(
     return replace(decoder, attention_sinks=sinks)
 
 
-def _dspark_fields(fields: dict[str, Any], where: Path) -> dict[str, Any]:
+def _dspark_fields(
+    fields: dict[str, Any], hidden_size: int, tensors: Sources, where: Path
+) -> dict[str, Any]:
     """Returns the fields of `HeadConfig` that DSpark has more than DFlash."""
     kind = fields.get("markov_head_type", "vanilla")
     if kind not in MARKOV_TYPES:
@@ -297,7 +301,20 @@ def _dspark_fields(fields: dict[str, Any], where: Path) -> dict[str, Any]:
             "head of one of these."
         )
     rank = size_field(fields, "markov_rank", 256, where, least=0)  # 0: without the bias
-    return {"markov_rank": rank, "markov_kind": kind}
+    found = {"markov_rank": rank, "markov_kind": kind}
+    present = f"{_CONFIDENCE}weight" in tensors
+    asked = _agreed(fields, _HAS_CONFIDENCE, where)
+    if asked and not present:
+        raise CheckpointError(
+            f"{where} says {' or '.join(_HAS_CONFIDENCE)}, but the head has no "
+            "confidence_head.proj.weight. Copy the head again from its source, or write false: "
+            "it drafts the same without."
+        )
+    if present and asked is not False:
+        reads_markov = _agreed(fields, ("confidence_head_with_markov",), where)
+        found["confidence_size"] = hidden_size + (0 if reads_markov is False else rank)
+        found["confidence_bias"] = f"{_CONFIDENCE}bias" in tensors
+    return found
 
 
 def _refuse_relatives(

@@ -64,6 +64,8 @@ class HeadConfig:
     samples_from_anchor: bool = False  # DFlash: the row of the last token proposes too
     markov_rank: int = 0  # DSpark: of the bias by the token before; 0 is none
     markov_kind: str = "vanilla"  # "gated", "rnn"
+    confidence_size: int = 0  # DSpark: of what its confidence head reads; 0 is none
+    confidence_bias: bool = True
     block_convolution: tuple[int, int] = (0, 0)  # DFlash2: taps, channels of a group; 0 is none
     selector_rank: int = 0  # DFlash2: of the choice among candidates; 0 is none
     selector_candidates: int = 0

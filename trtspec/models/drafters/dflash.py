@@ -14,7 +14,8 @@ With `context_embeddings`, an option of ours, they need the token after each row
 So a row knows what followed it, as an EAGLE-3 head's does, and the head can copy that.
 
 Inside a block rows see each other both ways, in layers for which the head's config says so.
-DSpark heads add a bias by the token before (`markov.py`). DFlash2 heads have convolutions along a
+DSpark heads add a bias by the token before (`markov.py`), and some say how likely each draft is to
+be accepted (`confidence.py`). DFlash2 heads have convolutions along a
 block's rows (`convolved.py`) and choose among each row's best tokens (`selector.py`).
 Source: DFlash (z-lab), https://github.com/z-lab/dflash.
 """
@@ -41,6 +42,7 @@ from ...ops.layer.rope import apply_rope
 from ...ops.step.rows import largest_of_rows
 from ..decoder import Attention, DecoderLayer
 from .base import DraftHead, HeadConfig, HeadTarget
+from .confidence import ConfidenceHead
 from .convolved import ConvolvedLayer
 from .markov import MarkovHead
 from .selector import CandidateSelector
@@ -76,6 +78,9 @@ class DFlashHead(DraftHead):
             self.markov_head = MarkovHead(
                 config.markov_kind, (*sizes, decoder.hidden_size), decoder.parallel
             )
+        self.confidence_head: ConfidenceHead | None = None
+        if config.confidence_size:
+            self.confidence_head = ConfidenceHead(config.confidence_size, config.confidence_bias)
         self.candidate_selector: CandidateSelector | None = None
         if config.selector_rank:
             self.candidate_selector = CandidateSelector(

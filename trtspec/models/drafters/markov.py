@@ -53,6 +53,10 @@ class MarkovHead(nn.Module):
             return None
         return MarkovTables(self.markov_w1.weight, weight, d2t)
 
+    def embeddings(self, before: Tensor) -> Tensor:
+        """Returns W1's rows of target ids, [R, rank]; differentiable. before: [R] int."""
+        return torch.nn.functional.embedding(before.to(torch.int64), self.markov_w1.weight)
+
     def first_state(self, hidden: Tensor) -> Tensor:
         """Returns the state before the first row, [B, rank]; hidden [B, H]."""
         return hidden.new_zeros(hidden.shape[0], self.rank)
@@ -63,7 +67,7 @@ class MarkovHead(nn.Module):
         Args:
             before: [B] int, target ids of the tokens before. hidden: [B, H].
         """
-        e = torch.nn.functional.embedding(before.to(torch.int64), self.markov_w1.weight)
+        e = self.embeddings(before)
         if self.gate_proj is not None:
             e = linear((torch.cat([hidden, e], dim=-1),), self.gate_proj).sigmoid() * e
         elif self.joint_proj is not None:
