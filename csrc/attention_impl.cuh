@@ -13,7 +13,7 @@ cudaError_t launch_clusters_as(const AttendParams& p, cudaStream_t stream) {
   cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return raised;
-  if constexpr (kSize <= 2) keep_shared_memory(kernel);
+  keep_shared_memory(kernel);
   if constexpr (kSize > 8) {
     raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (raised != cudaSuccess) return raised;

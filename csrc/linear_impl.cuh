@@ -96,15 +96,21 @@ cudaError_t launch_narrow(const LinearParams& p, cudaStream_t stream) {
   return launch(kernel, dim3(multiprocessors()), dim3(kNarrowWarps * 32), kLeastShared, stream, p);
 }
 
-template <typename T, Epilogue E, int kNorms, int kBlocks, int kOuts, int kStages, int kSplit = 1>
+template <typename T, Epilogue E, int kNorms, int kBlocks, int kOuts, int kStages, int kSplit = 1,
+          bool kRests = false>
 cudaError_t launch_tile(const LinearParams& p, cudaStream_t stream) {
   using Sizes = Tiling<kBlocks, kOuts, kStages, kSplit, kNorms == 2>;
-  const auto kernel = tile_linear<T, E, kNorms, kBlocks, kOuts, kStages, kSplit>;
+  if constexpr (!kRests && has_registers(kBlocks, kOuts, kStages)) {
+    if (p.k <= kStages * kSplit * kStep) {
+      return launch_tile<T, E, kNorms, kBlocks, kOuts, kStages, kSplit, true>(p, stream);
+    }
+  }
+  const auto kernel = tile_linear<T, E, kNorms, kBlocks, kOuts, kStages, kSplit, kRests>;
   const int shared = Sizes::shared_bytes(p);
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return raised;
-  if constexpr (kBlocks == 2) keep_shared_memory(kernel);
+  keep_shared_memory(kernel);
   const int across = (p.n + kOuts - 1) / kOuts, down = (p.rows + Sizes::kRows - 1) / Sizes::kRows;
   return launch_clusters(kernel, dim3(across * kSplit, down), kSplit, dim3(kTileWarps * 32), shared,
                          stream, p);

@@ -147,15 +147,3 @@ def test_mtp_layers_for_a_quantised_target_are_floats(tmp_path: Path) -> None:
     }
     raw = json.loads((tmp_path / "head" / "config.json").read_text())
     assert quantization_of(raw, tmp_path / "head" / "config.json") == Forms()
-
-
-def test_a_head_may_begin_without_a_confidence_head(target: Decoder) -> None:
-    spec = NewHead(kind="dspark", block_size=3, mask_token_id=0, layers_to_capture=(0, 1, 2))
-    earlier = create_head(spec, target, None, F32, seed=3)
-    head = create_head(replace(spec, confidence_head=True), target, None, F32, seed=4)
-    begin_with(head, earlier)
-    given, found = trainable(earlier), trainable(head)
-    assert all(torch.equal(found[name], given[name]) for name in given)
-    assert len(found) == len(given) + 2
-    with pytest.raises(ConfigError, match="confidence_size: "):
-        begin_with(earlier, head)  # what was trained would be lost

@@ -38,7 +38,7 @@ from trtspec.train.earlier_head import begin_with
 from trtspec.train.losses import Objective, decay_of_block, dpace_weights, judge, score
 from trtspec.train.new_head import NewHead, default_rank
 from trtspec.train.paths import PathRows, PathTables, path_losses
-from trtspec.train.records import DraftStep, Sequences
+from trtspec.train.records import DraftStep
 from trtspec.train.save_head import save_head
 from trtspec.train.trainer import TrainConfig, Trainer
 from trtspec.train.unroll import Use, teach, unroll
@@ -169,7 +169,7 @@ def disturb(head: DFlashHead) -> None:
     """Gives what a new head's parts begin as values that matter."""
     generator = torch.Generator().manual_seed(5)
     for name, parameter in trainable(head).items():
-        if any(part in name for part in ("markov_w2", "conv.", "codebook", "confidence_proj")):
+        if "markov_w2" in name or "conv." in name or "codebook" in name:
             parameter.data.normal_(generator=generator)
 
 
@@ -193,7 +193,6 @@ def test_a_new_head_is_saved_as_it_computes(
         mask_token_id=VOCAB,
         context_embeddings=reads_next,
         sliding_window=window,
-        confidence_head=kind == "dspark" and not reads_next,
     )
     head = create_head(spec, target, None, F32, seed=3)
     assert isinstance(head, DFlashHead)
@@ -204,7 +203,6 @@ def test_a_new_head_is_saved_as_it_computes(
     again = load(tmp_path / "head", target)
     assert again.layers_to_capture == CAPTURED and again.config.trained_draft_len == 3
     assert again.reads_next_tokens == reads_next
-    assert again.config.confidence_size == head.config.confidence_size
     assert again.config.decoder.layer_windows == head.config.decoder.layer_windows
     assert again.config.sees_ahead == head.config.sees_ahead
     widened = None if window is None else window + block_of(kind)
@@ -224,13 +222,9 @@ def test_a_new_head_is_saved_as_it_computes(
         texts.input_ids[0, : len(written)] = written
         hidden = teach(target, head, texts).hidden
         anchor = len(request.token_ids) - 1
-        said = []
         for of_head in (head, again):
             steps = list(unroll(of_head, texts, hidden, 3, use=Use(anchors=EVERY)))
-            said.append([step.confidence for step in steps])
             assert [int(logits_of(of_head, s)[anchor].argmax()) for s in steps] == drafts
-        assert (said[0][0] is not None) == spec.confidence_head
-        torch.testing.assert_close(said[0], said[1])
         seen += 1
     assert seen > 3
 
@@ -265,10 +259,7 @@ def test_a_head_for_a_target_of_another_rotation_can_be_read(
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path, kind: str) -> None:
     target = load_target(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
-    spec = NewHead(
-        kind=kind, num_layers=2, block_size=4, mask_token_id=0, context_embeddings=True,
-        confidence_head=kind == "dspark",
-    )  # fmt: skip
+    spec = NewHead(kind=kind, num_layers=2, block_size=4, mask_token_id=0, context_embeddings=True)
     head = create_head(spec, target, None, F32, seed=3)
     texts = padded_texts([[12], [12]], 12)
     teacher = teach(target, head, texts)
@@ -282,7 +273,6 @@ def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path, kin
     missing = [n for n, p in parameters.items() if p.grad is None or not p.grad.any()]
     assert parameters and not missing, missing
     assert any("markov" in n for n in parameters) == (kind == "dspark")
-    assert sum("confidence" in n for n in parameters) == 2 * (kind == "dspark")
     assert any("codebook" in n for n in parameters) == (kind == "dflash2")
     assert any("base_kernel" in n for n in parameters) == (kind == "dflash2")
     assert not any("embed_tokens" in n or "lm_head" in n for n in parameters)
@@ -295,9 +285,7 @@ def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path, kin
 def test_the_loss_of_blocks_is_its_formula(tmp_path: Path, kind: str, uses_dpace: bool) -> None:
     """Steps judged together and one by one; documents end before some blocks do."""
     target = load_target(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
-    spec = NewHead(
-        kind=kind, block_size=block_of(kind), mask_token_id=0, confidence_head=kind == "dspark"
-    )
+    spec = NewHead(kind=kind, block_size=block_of(kind), mask_token_id=0)
     head = create_head(spec, target, None, F32, seed=3)
     assert isinstance(head, DFlashHead)
     disturb(head)
@@ -310,7 +298,7 @@ def test_the_loss_of_blocks_is_its_formula(tmp_path: Path, kind: str, uses_dpace
         head, steps, teacher, Objective(0.7, uses_dpace, variation=0.4, selector=0.3)
     )
 
-    losses, chances, doubts, missing = [], [], [], 0
+    losses, chances, missing = [], [], 0
     for step in steps:
         theirs = teacher.logits[step.teacher_rows].double()
         logits = head.compute_logits(step.hidden, 0).double()
@@ -319,7 +307,6 @@ def test_the_loss_of_blocks_is_its_formula(tmp_path: Path, kind: str, uses_dpace
         p, q = theirs.softmax(-1), logits.softmax(-1)
         cross = -(p * logits.log_softmax(-1)).sum(-1)
         losses.append(0.6 * cross + 0.4 * (1 - torch.minimum(p, q).sum(-1)))
-        doubts.append(_doubt(head, step, texts, torch.minimum(p, q).sum(-1).detach()))
         chosen = theirs.argmax(-1, keepdim=True)
         chances.append(q.detach().gather(1, chosen)[:, 0])
         if step.before is not None:
@@ -345,7 +332,6 @@ def test_the_loss_of_blocks_is_its_formula(tmp_path: Path, kind: str, uses_dpace
             weight = sum(parts[step:]) if uses_dpace else 0.7**step
             if counted[block, step]:
                 expected += weight * losses[step][block] / counted[:, step].sum()
-                expected += 0.7**step * doubts[step][block] / counted[:, step].sum()
     assert bool(missing) == (kind == "dflash2")  # choices that are not candidates among them
     torch.testing.assert_close(loss.double(), expected, atol=1e-4, rtol=1e-5)
     for step, each in zip(steps, scores, strict=True):
@@ -354,37 +340,6 @@ def test_the_loss_of_blocks_is_its_formula(tmp_path: Path, kind: str, uses_dpace
         assert torch.equal(each.is_right, alone.is_right)
         assert torch.equal(each.is_counted, alone.is_counted)
         assert int(each.is_counted.sum()) == int(step.counted.sum())
-
-
-def _doubt(head: DFlashHead, step: DraftStep, texts: Sequences, accepted: Tensor) -> Tensor:
-    """The cross-entropy of what a confidence head says and what is accepted, [B] float64."""
-    if head.confidence_head is None:
-        return torch.zeros(len(accepted), dtype=torch.float64)
-    assert head.markov_head is not None
-    place = (step.drafted_from + step.step).clamp_max(texts.input_ids.numel() - 1)
-    e = head.markov_head.markov_w1.weight[texts.input_ids.flatten()[place]]
-    layer = head.confidence_head.confidence_proj
-    said = torch.cat([step.hidden, e], dim=-1).double() @ layer.weight.double()[0]
-    said = (said + layer.bias.double()).sigmoid()
-    return -(accepted * said.log() + (1 - accepted) * (1 - said).log())
-
-
-def test_a_confidence_head_leaves_the_drafts_as_they_are(tmp_path: Path) -> None:
-    """Without its part of the loss all other parameters' gradients are the same."""
-    target = load_target(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
-    texts, found = padded_texts([[12], [12]], 12), []
-    for confident in (False, True):
-        spec = NewHead(kind="dspark", block_size=3, mask_token_id=0, confidence_head=confident)
-        head = create_head(spec, target, None, F32, seed=3)
-        disturb(head)
-        teacher = teach(target, head, texts)
-        loss, _ = judge(head, unroll(head, texts, teacher.hidden, 3), teacher, Objective())
-        loss.backward()
-        found.append({name: part.grad for name, part in trainable(head).items()})
-    own = {name: found[1].pop(name) for name in list(found[1]) if "confidence" in name}
-    assert len(own) == 2 and all(bool(grad.any()) for grad in own.values())
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_a_new_head_hears_all_captured_layers_alike(tmp_path: Path) -> None:

@@ -103,7 +103,6 @@ def head_spec(options: TrainOptions, earlier: HeadReport | None) -> NewHead:
         block_size=options.block_size or DEFAULT_BLOCK,
         mask_token_id=options.mask_token_id,
         markov_rank=options.markov_rank,
-        confidence_head=options.confidence_head,
         context_embeddings=options.context_embeddings,
         selector_rank=options.selector_rank,
         layers_to_capture=_layers(options.capture_layers),
@@ -115,8 +114,7 @@ def head_spec(options: TrainOptions, earlier: HeadReport | None) -> NewHead:
     known = earlier.require()
     layers = spec.layers_to_capture or known.layers_to_capture or None
     like = None if options.kind == "mtp" else known.decoder
-    confidence = spec.confidence_head or known.confidence_size > 0
-    return replace(spec, layers_to_capture=layers, like=like, confidence_head=confidence)
+    return replace(spec, layers_to_capture=layers, like=like)
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:
@@ -200,7 +198,6 @@ def _check_fits_kind(options: TrainOptions) -> None:
         "--sliding-window": (options.sliding_window, reads_states),
         "--draft-vocab-size": (options.draft_vocab_size, ("eagle3",)),
         "--markov-rank": (options.markov_rank, ("dspark",)),
-        "--confidence-head": (options.confidence_head or None, ("dspark",)),
         "--selector-rank": (options.selector_rank, ("dflash2",)),
         "--selector-weight": (options.selector_weight, ("dflash2",)),
     }

@@ -96,7 +96,7 @@ def unroll_blocks(
     start = length * torch.arange(len(places), device=places.device)
     rows = (start[:, None] + places).flatten()  # of the batch, [N * A]
     every = torch.arange(len(rows), device=rows.device)
-    markov, features, confidence = head.markov_head, None, None
+    markov, features = head.markov_head, None
     if markov is not None:
         state = markov.first_state(by_place[:, 0])
         if first:  # the anchor's own row proposes nothing, but is read
@@ -106,9 +106,6 @@ def unroll_blocks(
         before = sequences.input_ids.gather(1, (places + step).clamp_max(length - 1)).flatten()
         if markov is not None:
             features, state = markov.features(before, of_step, state)
-        if head.confidence_head is not None:  # it learns what the head accepts, and changes nothing
-            known = of_step[:, :0] if markov is None else markov.embeddings(before).detach()
-            confidence = head.confidence_head(of_step.detach(), known)
         yield DraftStep(
             step=step,
             hidden=of_step,
@@ -117,6 +114,5 @@ def unroll_blocks(
             teacher_rows=(rows + step).clamp_max(sequences.input_ids.numel() - 1),
             drafted_from=rows,
             features=features,
-            confidence=confidence,
             before=before if head.candidate_selector is not None else None,
         )

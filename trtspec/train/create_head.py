@@ -27,8 +27,7 @@ def create_head(
     """A head with fresh weights on the target's device, all of its parameters trainable.
 
     Matrices are normal with a deviation of 1/sqrt(inputs), but for what is known already: final
-    norms and an EAGLE-3 head's lm_head begin as the target's. DSpark's bias begins as none,
-    and its confidence as one half.
+    norms and an EAGLE-3 head's lm_head begin as the target's. DSpark's bias begins as none.
     DFlash2's convolutions begin as the rows themselves, its choice nearly as the logits alone.
 
     Args:
@@ -68,10 +67,6 @@ def create_head(
             bias = head.markov_head.markov_w2.weight
             assert bias is not None
             bias.data.zero_()
-        if head.confidence_head is not None:
-            confidence = head.confidence_head.confidence_proj.weight
-            assert confidence is not None
-            confidence.data.zero_()
         _begin_as_dflash(head)
     else:
         for layer in head.layers:  # type: ignore[union-attr]

@@ -29,8 +29,7 @@ OF_LAYERS = (
 def begin_with(head: DraftHead, earlier: DraftHead) -> None:
     """Gives a new head the weights of an earlier one of its kind.
 
-    An EAGLE-3 head may draft among more tokens than the earlier one (`_grown`). A DSpark head may
-    have a confidence head that the earlier one has not.
+    An EAGLE-3 head may draft among more tokens than the earlier one (`_grown`).
 
     Raises:
         ConfigError: the heads' kinds, flags or sizes differ, or a token that the earlier head
@@ -42,8 +41,6 @@ def begin_with(head: DraftHead, earlier: DraftHead) -> None:
     check_alike(known, head.config)
     differs = []
     given, wanted = dict(earlier.named_parameters(remove_duplicate=False)), trainable(head)
-    if not known.confidence_size:
-        wanted = {n: p for n, p in wanted.items() if not n.startswith("confidence_head.")}
     for name, parameter in wanted.items():
         weight = given.get(name)
         shape = list(parameter.shape)
@@ -68,10 +65,7 @@ def check_alike(earlier: HeadConfig, here: HeadConfig) -> None:
     counts = [config.decoder.num_layers for config in (earlier, here)]
     if counts[0] != counts[1]:
         _refuse([f"num_layers: {counts[0]} there, {counts[1]} here"])
-    may_differ = set(OF_FILES)
-    if not earlier.confidence_size:
-        may_differ.add("confidence_size")
-    names = [field.name for field in fields(HeadConfig) if field.name not in may_differ]
+    names = [field.name for field in fields(HeadConfig) if field.name not in OF_FILES]
     pairs = [(name, getattr(earlier, name), getattr(here, name)) for name in names]
     pairs += [(name, _of_layers(earlier, name), _of_layers(here, name)) for name in OF_LAYERS]
     differs = [

@@ -8,9 +8,7 @@ D-PACE a step's weight depends on the others of its block.
 
 q_i is the probability that the head gives to the target's token at step i. D-PACE
 (arXiv:2605.18810) thus weighs a step by how much of the accepted length depends on it. A DFlash2
-head's loss has a second part, that of its choice among candidates (`paths.py`). So has that of a
-DSpark head with a confidence head: the cross-entropy of what it says and sum_i min(q_i, p_i), with
-weights that decay. Its gradient ends at what the confidence head reads.
+head's loss has a second part, that of its choice among candidates (`paths.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..distributed.logits import gather_logits
@@ -120,11 +117,6 @@ def _judge_blocks(
         of_path, proposals = path_losses(rows, tables)
         weights = weigh(found.chance.view(counts.shape), counts) * counts
         total = total + objective.selector * (of_path.view(counts.shape) * weights).sum()
-    if head.confidence_head is not None:
-        said = torch.stack([s.confidence for s in steps if s.confidence is not None], dim=1)
-        accepted = found.overlap.view(counts.shape)
-        apart = F.binary_cross_entropy_with_logits(said, accepted, reduction="none")
-        total = total + (apart * share * decays * counts).sum()
     best = proposals.view(counts.shape)
     scores = [
         _scored(head, step, teacher, best[:, i], losses[:, i].sum() * share[i])

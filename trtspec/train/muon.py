@@ -18,7 +18,7 @@ from ..checkpoints.weights import placements
 from ..models.drafters.base import DraftHead
 
 Cut = tuple[slice, slice]
-TABLES = {"embed_tokens", "lm_head", "markov_head", "candidate_selector", "confidence_head"}
+TABLES = {"embed_tokens", "lm_head", "markov_head", "candidate_selector"}
 """Modules whose matrices belong to tokens: AdamW's, as embeddings are wherever Muon is used."""
 FACTOR = 6
 """Muon's learning rate over AdamW's. With 1 heads learned no faster than by AdamW alone."""

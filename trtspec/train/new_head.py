@@ -43,7 +43,6 @@ class NewHead:
     mask_token_id: int | None = None  # of block heads: read in place of drafts; not one of texts
     markov_rank: int | None = None  # DSpark, of its bias; None is `default_rank`'s
     selector_rank: int | None = None  # DFlash2, of its choice; None is `default_rank`'s
-    confidence_head: bool = False  # DSpark: it says how likely a draft is to be accepted
     context_embeddings: bool = False  # of block heads: context rows read the token after them
     sliding_window: int | None = None  # not of MTP: rows that a layer sees; None is all. A block's
     # rows see each other, and as many rows before the last token's
@@ -64,8 +63,6 @@ class NewHead:
                 require_int(self, name, 1, None)
                 if self.kind != kind:
                     raise ConfigError(f"{name} is of {called} heads, not of {self.kind}.")
-        if self.confidence_head and self.kind != "dspark":
-            raise ConfigError(f"confidence_head is of DSpark heads, not of {self.kind}.")
         if self.context_embeddings and self.kind not in BLOCK_KINDS:
             raise ConfigError(f"context_embeddings is of block heads, not of {self.kind}.")
         if self.sliding_window is not None:
@@ -190,7 +187,6 @@ def _block_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
     is_dspark, is_dflash2 = spec.kind == "dspark", spec.kind == "dflash2"
     sees_ahead = (True,) * spec.num_layers
     rank = default_rank(target.hidden_size)
-    bias_rank = (spec.markov_rank or rank) if is_dspark else 0
     if is_dflash2 and target.hidden_size % CONVOLUTION[1]:
         raise ConfigError(
             f"A DFlash2 head's convolutions have groups of {CONVOLUTION[1]} channels, which do not "
@@ -208,8 +204,7 @@ def _block_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
         trained_draft_len=spec.drafts_of_block,
         sees_ahead=sees_ahead,
         samples_from_anchor=is_dspark,
-        markov_rank=bias_rank,
-        confidence_size=target.hidden_size + bias_rank if spec.confidence_head else 0,
+        markov_rank=(spec.markov_rank or rank) if is_dspark else 0,
         block_convolution=CONVOLUTION if is_dflash2 else (0, 0),
         selector_rank=(spec.selector_rank or rank) if is_dflash2 else 0,
         selector_candidates=min(CANDIDATES, target.vocab_size) if is_dflash2 else 0,

@@ -68,7 +68,6 @@ class DraftStep:
     teacher_rows: Tensor  # [R] int64, the target's rows that judge them
     drafted_from: Tensor  # [R] int64, the sequences' rows that proposed them: `rows`, or anchors
     features: Tensor | None = None  # [T, rank], what DSpark's bias reads
-    confidence: Tensor | None = None  # [T] float32, logits of DSpark's confidence head
     before: Tensor | None = None  # [T] int64, the token before the proposed one, for DFlash2's path
 
 

@@ -107,7 +107,7 @@ def _public_name(name: str, head: DraftHead, target: DecoderConfig, format: str)
         return f"model.layers.{target.num_layers + int(index)}.{rest}"
     if format == "raw" and head.config.kind == "eagle3" and name.startswith("layers.0."):
         return f"midlayer.{name.removeprefix('layers.0.')}"
-    return name.replace("confidence_head.confidence_proj.", "confidence_head.proj.")
+    return name
 
 
 def _raw_json(head: DraftHead, target: DecoderConfig) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _fields_of_kind(config: HeadConfig) -> dict[str, Any]:
         return {
             "markov_rank": config.markov_rank,
             "markov_head_type": config.markov_kind,
-            "enable_confidence_head": config.confidence_size > 0,
+            "enable_confidence_head": False,
             "sample_from_anchor": config.samples_from_anchor,
         }
     return {}

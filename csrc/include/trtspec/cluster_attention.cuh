@@ -76,29 +76,44 @@ __global__ void __launch_bounds__(
   const auto cluster = cooperative_groups::this_cluster();
   const int each = (items + active - 1) / active;
   cluster.sync();  // of those that have not returned
-  for (int i = rank * each + threadIdx.x; i < min((rank + 1) * each, items); i += kWarps * 32) {
+  // Of many blocks' sums four threads join four columns of a pair.
+  constexpr int kLanes = kSize >= 8 ? 4 : 1, kEach = kSize / kLanes, kApart = kWarps * 32 / kLanes;
+  const int lane = threadIdx.x % kLanes, end = min((rank + 1) * each, items);
+  const unsigned together = ((1u << kLanes) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
+  for (int i = rank * each + threadIdx.x / kLanes; i < end; i += kApart) {
     const int pair = i / kColumns, column = i % kColumns;
-    float2 of[kSize];
-    float4 part[kSize];
+    float2 of[kEach];
+    float4 part[kEach];
 #pragma unroll
-    for (int r = 0; r < kSize; ++r) {
-      of[r] = {-INFINITY, 0.0f}, part[r] = {};
+    for (int j = 0; j < kEach; ++j) {
+      const int r = lane + j * kLanes;
+      of[j] = {-INFINITY, 0.0f}, part[j] = {};
       if (r >= active) continue;
-      of[r] = *cluster.map_shared_rank(&stats[pair], r);
-      part[r] = *cluster.map_shared_rank(&joined[kSize > 1 ? pair : 0][column], r);
+      of[j] = *cluster.map_shared_rank(&stats[pair], r);
+      part[j] = *cluster.map_shared_rank(&joined[kSize > 1 ? pair : 0][column], r);
     }
     float best = -INFINITY, total = 0.0f;
 #pragma unroll
-    for (int r = 0; r < kSize; ++r) best = better(of[r].x, best);
+    for (int j = 0; j < kEach; ++j) best = better(of[j].x, best);
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) {
+      best = better(best, __shfl_xor_sync(together, best, mask));
+    }
     const float base = base_of(best);
     float4 sum = {};
 #pragma unroll
-    for (int r = 0; r < kSize; ++r) {
-      const float weight = exp2_of(of[r].x - base);
-      add_weighted(sum, part[r], weight);
-      total = fmaf(of[r].y, weight, total);
+    for (int j = 0; j < kEach; ++j) {
+      const float weight = exp2_of(of[j].x - base);
+      add_weighted(sum, part[j], weight);
+      total = fmaf(of[j].y, weight, total);
     }
-    write_attention<T>(p, group, pair, column * 4, {best, total, sum});
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) {
+      for (float* part_of : {&sum.x, &sum.y, &sum.z, &sum.w, &total}) {
+        *part_of += __shfl_xor_sync(together, *part_of, mask);
+      }
+    }
+    if (lane == 0) write_attention<T>(p, group, pair, column * 4, {best, total, sum});
   }
   cluster.sync();  // others may still be reading this block's shared memory
 }

@@ -47,6 +47,20 @@ __device__ inline void let_next_start() {
 #endif
 }
 
+// A barrier of a cluster's threads that have not returned, in two halves. What a thread wrote before it
+// arrived, in any block's shared memory, is there after the wait.
+__device__ inline void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ inline void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
 // 16 bytes from global to shared memory, asynchronously; visible to this thread after `copies_wait`.
 __device__ inline void copy_16(void* target, const void* source) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(
@@ -71,8 +85,9 @@ __device__ inline void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Asks for as much of a multiprocessor's memory as can be as shared memory, as other kernels of
-// many rows do. Another division can only be made when nothing runs there: the kernel could not start early.
+// Asks for as much of a multiprocessor's memory as can be as shared memory, as all kernels of a small
+// model's layers do. Another division can only be made when nothing runs there: the kernel could not
+// start early.
 template <typename... Params>
 void keep_shared_memory(void (*kernel)(Params...)) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,

@@ -3,7 +3,8 @@
 //
 // A block makes a tile of rows and outputs. Columns of x and W come through a ring in shared memory, 128
 // at a time, of which each warp multiplies 16. The warps' sums are joined at the end. The first weights,
-// and a request to have the others in L2, are on their way before the previous kernel has ended.
+// and a request to have the others in L2, are on their way before the previous kernel has ended. Where all
+// columns have room at once (kRests) a block waits once, and reads all that it multiplies before it begins.
 //
 // Of deep weights with few rows or few outputs a cluster of blocks divides K: a block would be long with
 // so many columns, and most multiprocessors would have none.
@@ -113,12 +114,27 @@ __device__ inline void finish_pair(const LinearParams& p, int m, int n_lo, int n
   }
 }
 
+// Scales a fragment of two rows by a norm's weights at a lane's columns, and adds up the rows' squares.
+template <typename T>
+__device__ inline void scale_rows(uint32_t (&a)[4], const char* weights, float offset, float (&squares)[2]) {
+  const uint32_t first = *reinterpret_cast<const uint32_t*>(weights);
+  const uint32_t second = *reinterpret_cast<const uint32_t*>(weights + 16);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a[i] = scale_pair<T>(a[i], i < 2 ? first : second, offset, squares[i % 2]);
+}
+
+// Whether a thread has registers for the fragments of all steps.
+__host__ __device__ constexpr bool has_registers(int blocks, int outs, int stages) {
+  return blocks == 1 && stages * (16 + outs) <= 288;
+}
+
 // n and, if gated, n / 2 multiples of 16 and 8. kNorms: 0 or 1 of one input, or one for each of two.
-template <typename T, Epilogue E, int kNorms, int kBlocks, int kOuts, int kStages, int kSplit>
-__global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorms == 2 ? 2 : 3)
+template <typename T, Epilogue E, int kNorms, int kBlocks, int kOuts, int kStages, int kSplit, bool kRests>
+__global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorms == 2 || kRests ? 2 : 3)
     tile_linear(const __grid_constant__ LinearParams p) {
   constexpr bool kNorm = kNorms > 0, kTwo = kNorms == 2;
   static_assert(!kTwo || kSplit == 1, "two inputs' sums are joined in one block");
+  static_assert(!kRests || has_registers(kBlocks, kOuts, kStages), "fragments of all steps are registers");
   using Sizes = Tiling<kBlocks, kOuts, kStages, kSplit, kTwo>;
   constexpr int kRows = Sizes::kRows;
   constexpr int kThreads = kTileWarps * 32, kRowBytes = kStep * 2;
@@ -161,7 +177,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
   char* const own_place = place(shared, own_row, own_piece);  // kApart is a multiple of 8
   auto fetch_weights = [&](int step) {
     char* const stage = own_place + step % kStages * Sizes::kStageBytes + kRows * kRowBytes;
-    const bool is_there = step * kStep + own_column < p.k;
+    const bool is_there = step < steps && step * kStep + own_column < p.k;
 #pragma unroll
     for (int j = 0; j < kOfWeights; ++j) {
       const T* const from = is_there ? w_from[j] + step * kStep : weight;
@@ -173,7 +189,8 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
 #pragma unroll
     for (int j = 0; j < kOfX; ++j) {
       // (Rows that are not there: all blocks would wait for the last one's bytes.)
-      const bool is_there = step * kStep + own_column < p.k && own_row + j * kApart < rows_here;
+      const bool is_row = own_row + j * kApart < rows_here;
+      const bool is_there = is_row && step < steps && step * kStep + own_column < p.k;
       const T* from = x_from[j];
       if constexpr (kTwo) from = step * kStep + own_column < p.k_split ? from : x1_from[j];
       from = is_there ? from + step * kStep : weight;
@@ -181,7 +198,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
     }
   };
 
-  const int early = min(steps, kStages);
+  const int early = kRests ? kStages : min(steps, kStages);  // steps that are not there are zeros
 #pragma unroll 1
   for (int step = 0; step < early; ++step) fetch_weights(step);
 #pragma unroll 1
@@ -205,7 +222,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
   let_next_start();
 #pragma unroll
   for (int step = 0; step < kStages; ++step) {
-    if (step < steps) fetch_x(step);
+    if (kRests || step < steps) fetch_x(step);
     copies_commit();
   }
 
@@ -245,8 +262,39 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
     }
     is_second = true;
   };
+  if constexpr (kRests) {
+    copies_wait<0>();
+    __syncthreads();
+    uint32_t a[kStages][4], b[kStages][kOuts / 16][4];
+    const char* const xs = place(shared, lane % 16, warp * 2 + lane / 16);
+    const int row_of_w = lane / 16 * 8 + lane % 8;
+    const char* const ws = place(shared + kRows * kRowBytes, row_of_w, warp * 2 + lane / 8 % 2);
+#pragma unroll
+    for (int step = 0; step < kStages; ++step) {
+      load_matrices<false>(a[step], xs + step * Sizes::kStageBytes);
+#pragma unroll
+      for (int n = 0; n < kOuts / 16; ++n) {
+        load_matrices<false>(b[step][n], ws + step * Sizes::kStageBytes + n * 16 * kRowBytes);
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kStages; ++step) {
+      if (kTwo && !is_second && step * kStep + warp * 16 >= p.k_split) enter_second();
+      if constexpr (kNorm) {
+        // (The norm's weights end with the last step.)
+        const char* const of_lane = norm + (min(step, steps - 1) * kStep + warp * 16 + t * 2) * 2;
+        scale_rows<T>(a[step], of_lane, p.offset, squares[0]);
+      }
+#pragma unroll
+      for (int n = 0; n < kOuts / 16; ++n) {
+        const uint32_t(&x)[4] = a[step], (&w)[4] = b[step][n];
+        multiply_add(acc[0][n * 2], x[0], x[1], x[2], x[3], w[0], w[1], T());
+        multiply_add(acc[0][n * 2 + 1], x[0], x[1], x[2], x[3], w[2], w[3], T());
+      }
+    }
+  }
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (int step = 0; step < (kRests ? 0 : steps); ++step) {
     if (kTwo && !is_second && step * kStep + warp * 16 >= p.k_split) enter_second();
     if (step == 0) {
       copies_wait<kStages - 1>();
@@ -267,15 +315,8 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
     }
     if constexpr (kNorm) {
       const char* const of_lane = norm + (step * kStep + warp * 16 + t * 2) * 2;
-      const uint32_t first = *reinterpret_cast<const uint32_t*>(of_lane);
-      const uint32_t second = *reinterpret_cast<const uint32_t*>(of_lane + 16);
 #pragma unroll
-      for (int m = 0; m < kBlocks; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          a[m][i] = scale_pair<T>(a[m][i], i < 2 ? first : second, p.offset, squares[m][i % 2]);
-        }
-      }
+      for (int m = 0; m < kBlocks; ++m) scale_rows<T>(a[m], of_lane, p.offset, squares[m]);
     }
 #pragma unroll
     for (int n = 0; n < kOuts / 16; ++n) {
@@ -292,6 +333,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
   if (kTwo && !is_second) enter_second();
   copies_wait<0>();
   __syncthreads();  // the ring becomes the sums
+  if constexpr (kSplit > 1) cluster_arrive();
 
   auto put_sums = [&](int input, float(&of)[kBlocks][kOuts / 8][4], float(&squares)[kBlocks][2]) {
 #pragma unroll
@@ -326,7 +368,8 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
       add_pair(lo, from), add_pair(hi, from + 8);
     }
   };
-  float* const part = sums + kTileWarps * Sizes::kPart;
+  // What the cluster's blocks send of this block's own rows: [blocks, own rows, kSumRow].
+  float* const parts = sums + kTileWarps * Sizes::kPart;
   // Of a row, over the block's columns. In a cluster it stands behind the row's sums.
   auto sum_squares = [&](int input, int row) {
     float total = 0.0f;
@@ -335,19 +378,23 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
     return total;
   };
   if constexpr (kSplit > 1) {
+    cluster_wait();  // all blocks are done with their rings
+    auto place_of = [&](int row) {
+      float* const own = parts + (rank * kOwnRows + row % kOwnRows) * Sizes::kSumRow;
+      return cooperative_groups::this_cluster().map_shared_rank(own, row / kOwnRows);
+    };
     if constexpr (kNorm) {
-      for (int row = threadIdx.x; row < kRows; row += kThreads) {
-        part[row * Sizes::kSumRow + kOuts] = sum_squares(0, row);
-      }
+      for (int row = threadIdx.x; row < kRows; row += kThreads) place_of(row)[kOuts] = sum_squares(0, row);
     }
     for (int i = threadIdx.x; i < kRows * kPairs; i += kThreads) {
       const int row = i / kPairs, column = i % kPairs / 4 * kTile + i % 4 * 2;
       float2 lo = {}, hi = {};
       join_warps(0, row, column, lo, hi);
-      float* const to = part + row * Sizes::kSumRow + column;
+      float* const to = place_of(row) + column;
       *reinterpret_cast<float2*>(to) = lo, *reinterpret_cast<float2*>(to + 8) = hi;
     }
-    cooperative_groups::this_cluster().sync();
+    cluster_arrive();
+    cluster_wait();
   }
 #pragma unroll
   for (int j = 0; j < kItems; ++j) {
@@ -357,8 +404,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
     if constexpr (kSplit > 1) {
 #pragma unroll
       for (int r = 0; r < kSplit; ++r) {
-        const float* const own = part + row * Sizes::kSumRow + column;
-        const float* const from = cooperative_groups::this_cluster().map_shared_rank(own, r);
+        const float* const from = parts + (r * kOwnRows + row % kOwnRows) * Sizes::kSumRow + column;
         add_pair(lo, from), add_pair(hi, from + 8);
       }
     } else {
@@ -367,10 +413,9 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
     auto normalise = [&](int input, float2& lo, float2& hi) {
       float total = 0.0f;
       if constexpr (kSplit > 1) {
-        const float* const own = part + row * Sizes::kSumRow + kOuts;
 #pragma unroll
         for (int r = 0; r < kSplit; ++r) {
-          total += *cooperative_groups::this_cluster().map_shared_rank(own, r);
+          total += parts[(r * kOwnRows + row % kOwnRows) * Sizes::kSumRow + kOuts];
         }
       } else {
         total = sum_squares(input, row);
@@ -387,8 +432,6 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
     }
     finish_pair<T, E>(p, first_row + row, n_lo, n_hi, lo, hi, endings[j]);
   }
-  // Others may still be reading this block's sums.
-  if constexpr (kSplit > 1) cooperative_groups::this_cluster().sync();
 }
 
 }  // namespace trtspec

@@ -33,7 +33,6 @@ class RowLosses(NamedTuple):
     loss: Tensor  # [R] float32, 0 where it does not count
     best: Tensor  # [R] int64, the best token, the lowest of equal ones
     chance: Tensor  # [R] float32, q of the teacher's best token
-    overlap: Tensor  # [R] float32, sum_i min(q_i, p_i), what is accepted of drafts drawn from q
 
 
 class FoundRows(NamedTuple):
@@ -42,7 +41,6 @@ class FoundRows(NamedTuple):
     loss: Tensor
     best: Tensor
     chance: Tensor
-    overlap: Tensor
     candidates: Tensor  # [R, C] int64
 
 
@@ -94,8 +92,8 @@ class _LinearLoss(torch.autograd.Function):
         products = [Product(*tensors[i : i + 2]) for i in range(0, len(tensors), 2)]
         hidden, rows, group = products[0].x, judgement.rows, judgement.group
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        losses, chances, overlaps = (total.new_empty(len(rows)) for _ in range(3))
-        found = RowLosses(losses, torch.empty_like(rows), chances, overlaps)
+        losses, chances = (total.new_empty(len(rows)) for _ in range(2))
+        found = RowLosses(losses, torch.empty_like(rows), chances)
         candidates = rows.new_empty(len(rows), judgement.candidates)
         grads: list[Tensor | None] = [None] * len(tensors)
         for i, (x, wanted) in enumerate(zip(tensors, ctx.needs_input_grad[1:], strict=True)):
@@ -171,12 +169,11 @@ def draft_loss_(
     loss = normalizer - (p * z).masked_fill_(p == 0, 0.0).sum(-1)  # z may be -inf
     q = (z - normalizer[:, None]).exp_()
     difference = q - p
-    apart = 0.5 * difference.abs().sum(-1)
     if variation:
         sign = difference.sign()
         of_variation = 0.5 * q * (sign - (q * sign).sum(-1, keepdim=True))
-        loss = (1 - variation) * loss + variation * apart
+        loss = (1 - variation) * loss + variation * 0.5 * difference.abs().sum(-1)
         difference = difference.mul_(1 - variation).add_(of_variation, alpha=variation)
     logits.copy_(difference.masked_fill_(~counts[:, None], 0.0))
     chance = (chosen - normalizer).exp_()
-    return RowLosses(loss.masked_fill_(~counts, 0.0), best, chance, 1 - apart)
+    return RowLosses(loss.masked_fill_(~counts, 0.0), best, chance)

@@ -14,12 +14,12 @@ from ..layer.triton_norm import Rows
 
 def draft_loss_(
     logits: Tensor, teacher: Tensor, rows: Tensor, counts: Tensor, variation: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """As its twin."""
     count, vocab = logits.shape
     loss = torch.empty(count, dtype=torch.float32, device=logits.device)
     best = torch.empty(count, dtype=torch.int64, device=logits.device)
-    chance, overlap = torch.empty_like(loss), torch.empty_like(loss)
+    chance = torch.empty_like(loss)
     _draft_loss_kernel[(count,)](
         Rows.of(logits),
         Rows.of(teacher),
@@ -28,7 +28,6 @@ def draft_loss_(
         loss,
         best,
         chance,
-        overlap,
         vocab,
         float(variation),
         VARIES=variation > 0,
@@ -37,7 +36,7 @@ def draft_loss_(
         num_warps=8,
         **dependent_launch(logits),
     )
-    return loss, best, chance, overlap
+    return loss, best, chance
 
 
 @triton.jit
@@ -49,7 +48,6 @@ def _draft_loss_kernel(
     loss_ptr,
     best_ptr,
     chance_ptr,
-    overlap_ptr,
     vocab,
     variation,
     VARIES: tl.constexpr,
@@ -91,15 +89,15 @@ def _draft_loss_kernel(
         p = tl.exp(t - t_normalizer)
         cross += tl.where(p == 0, 0.0, p * z)  # z may be -inf
         difference = tl.where(inside, tl.exp(z - normalizer) - p, 0.0)
-        apart += tl.abs(difference)
         if VARIES:
+            apart += tl.abs(difference)
             signs += (difference + p) * _sign(difference)
         else:
             gradient = tl.where(counts, difference, 0.0)
             tl.store(z_ptr + start + v, gradient.to(logits.x.dtype.element_ty), mask=inside)
-    loss, variation_of_row = normalizer - tl.sum(cross, 0), 0.5 * tl.sum(apart, 0)
+    loss = normalizer - tl.sum(cross, 0)
     if VARIES:
-        loss = (1 - variation) * loss + variation * variation_of_row
+        loss = (1 - variation) * loss + variation * 0.5 * tl.sum(apart, 0)
         mean_sign = tl.sum(signs, 0)
         for start in range(0, vocab, BLOCK):
             inside = start + v < vocab
@@ -114,7 +112,6 @@ def _draft_loss_kernel(
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
     tl.store(best_ptr + row, best)
     tl.store(chance_ptr + row, tl.exp(chosen - normalizer))
-    tl.store(overlap_ptr + row, 1 - variation_of_row)
 
 
 @triton.jit
