@@ -15,9 +15,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _CACHE = "kv_cache_config=KvCacheConfig"
+_BY_MACHINE = "kernels are chosen by the machine"
 _LAYOUT = "the checkpoint says it"
 _NO_BEAMS = "there is no beam search"
+_NO_COPIES = "an LLM is one copy of the model; start several"
 _NO_LORA = "there is no LoRA"
+_NO_STAGES = "layers are not dealt out; tensor_parallel_size cuts them"
 _NO_TREES = "drafts are a chain, never a tree"
 _ONE_TEXT = "text is without special tokens and stop strings; token_ids has all tokens"
 _NOT_FETCHED = "a directory is read, nothing is fetched"
@@ -30,15 +33,19 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "attention_backend": ("attn_backend",),
     "block_size": (f"{_CACHE}(tokens_per_block=…)", "max_draft_len"),
     "context_length": ("max_seq_len",),
+    "disable_radix_cache": (f"{_CACHE}(enable_block_reuse=…)",),
     "distributed_executor_backend": ("backend",),
     "enable_adaptive_verification": ('max_verified_drafts="auto"', 'max_draft_len="auto"'),
     "eagle3_layers_to_capture": ("target_layer_ids",),
     "enable_autotuner": ("cuda_graph_config=CudaGraphConfig(enable_autotuner=…)",),
     "enable_expert_parallel": ("moe_expert_parallel_size",),
-    "enable_prefix_caching": (f"{_CACHE}(enable_block_reuse=…)",),
+    "enable_prefix_caching": (f"{_CACHE}(enable_block_reuse=…)", "enable_block_reuse"),
     "enforce_eager": ("cuda_graph_config=None",),
     "ep_size": ("moe_expert_parallel_size",),
-    "gpu_memory_utilization": (f"{_CACHE}(free_gpu_memory_fraction=…)",),
+    "gpu_memory_utilization": (
+        f"{_CACHE}(free_gpu_memory_fraction=…)",
+        "free_gpu_memory_fraction",
+    ),
     "kv_cache_dtype": (f"{_CACHE}(dtype=…)",),
     "max_input_len": ("max_seq_len",),
     "max_model_len": ("max_seq_len",),
@@ -50,6 +57,10 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "quant_config": ("quant",),
     "quantization": ("quant",),
     "speculative_algorithm": ("speculative_config",),
+    "speculative_accept_threshold_single": ("speculative_config", "acceptance"),
+    "speculative_accept_threshold_acc": ("speculative_config", "acceptance"),
+    "speculative_ngram_max_match_window_size": ("speculative_config", "max_matching_ngram_size"),
+    "speculative_ngram_min_match_window_size": ("speculative_config", "min_matching_ngram_size"),
     "tp_size": ("tensor_parallel_size",),
     "use_cuda_graph": ("cuda_graph_config",),
     # of a decoding config
@@ -124,12 +135,15 @@ NOT_HERE: Mapping[str, str] = {
     "allow_advanced_sampling": _SAMPLED,
     "backend": "it is XGrammar",
     "beam_width_array": _NO_BEAMS,
+    "build_config": "an engine is made when LLM is",
     "chat_template": "the template is the tokenizer's",
     "chat_template_kwargs": "AsyncLLM.chat and the server take variables of a template",
     "continue_final_message": "the assistant's answer always follows",
+    "data_parallel_size": _NO_COPIES,
     "detokenize": _ONE_TEXT,
     "disable_log_stats": _STATS,
     "download_dir": _NOT_FETCHED,
+    "dp_size": _NO_COPIES,
     "dynamic_tree_max_topK": _NO_TREES,
     "eagle3_model_arch": _LAYOUT,
     "eagle_choices": _NO_TREES,
@@ -145,10 +159,12 @@ NOT_HERE: Mapping[str, str] = {
     "max_attention_window": "windows are the model's own",
     "max_beam_width": _NO_BEAMS,
     "max_non_leaves_per_layer": _NO_TREES,
-    "moe_config": "kernels are chosen by the machine",
+    "moe_backend": _BY_MACHINE,
+    "moe_config": _BY_MACHINE,
     "no_repeat_ngram_size": "repetition_penalty, frequency_penalty and bad_words are offered",
     "num_nextn_predict_layers_from_model_config": _LAYOUT,
     "pad_id": "nothing is padded",
+    "pp_size": _NO_STAGES,
     "print_iter_log": _STATS,
     "priority": "requests run in the order of their arrival",
     "request_id": "a RequestOutput has the number that was given to it",
@@ -161,6 +177,7 @@ NOT_HERE: Mapping[str, str] = {
     "skip_special_tokens": _ONE_TEXT,
     "skip_tokenizer_init": "token ids are taken as they are",
     "spaces_between_special_tokens": _ONE_TEXT,
+    "speculative_attention_mode": _BY_MACHINE,
     "speculative_eagle_topk": _NO_TREES,
     "speculative_token_tree": _NO_TREES,
     "stream": "generate_stream does it, and AsyncLLM",

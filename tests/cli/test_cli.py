@@ -530,6 +530,9 @@ def test_a_bug_keeps_its_traceback(run, fake, monkeypatch):
         ),
         (["--prompt", "a", "--speculative", "ngram", "--max-draft-len", "0"], "give 1 or more"),
         (["--prompt", "a", "--draft-len-schedule", "4:2"], "nothing drafts"),
+        (["--prompt", "a", "--sa"], "--sa was given, but nothing drafts"),
+        (["--prompt", "a", "--two-engine"], "--two-engine was given, but nothing drafts"),
+        (["--prompt", "a", "--draft-quant", "fp8"], "--draft-quant was given, but nothing drafts"),
         (
             ["--prompt", "a", "--speculative", "ngram", "--draft-len-schedule", "4=2"],
             "'4=2': give numbers of requests and draft lengths, like 4:4",

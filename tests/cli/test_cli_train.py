@@ -285,6 +285,9 @@ def test_a_directory_that_another_run_holds_is_refused(tmp_path: Path, capsys: C
             assert f"Another process trains in {out}" in capsys.readouterr().err
         assert out.exists()
     assert not out.exists(), "an empty directory is left"
+    out.mkdir()
+    assert cli.main([*train, "--data", str(tmp_path / "nowhere")]) == 2
+    assert out.exists(), "it was there before"
     assert cli.main(train) == 0, capsys.readouterr().err
 
 

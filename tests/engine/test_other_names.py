@@ -220,6 +220,9 @@ def test_a_prompt_may_be_a_dict(llm: LLM) -> None:
         ({"prompt": ["a", "b"]}, r"'prompt' of a prompt is \['a', 'b'\]: it must be text"),
         ({"prompt": {"prompt": "a"}}, "it must be text"),
         ({"prompt_token_ids": "abc"}, "of a prompt is 'abc': it must be a list of token ids"),
+        ({"prompt_token_ids": []}, "The prompt is empty: give at least one token"),
+        ({"prompt_token_ids": ["1", "2"]}, r"a list of 2 text\(s\): give one text, or token ids"),
+        ({"prompt_token_ids": [[1, 2], [3]]}, r"Prompt token 0 is \[1, 2\], not an int"),
         ({"text": "a"}, "A prompt has text: a dict has one of 'prompt'"),
     ):
         with pytest.raises(RequestError, match=message):

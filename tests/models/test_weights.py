@@ -199,10 +199,15 @@ def test_truncated_file(tmp_path: Path, keep: float) -> None:
 
 
 def test_junk_file(tmp_path: Path) -> None:
+    """A pointer of Git LFS would come again with the next clone."""
     path = tiny_model_dir(tmp_path)
-    (path / "model.safetensors").write_bytes(b"version https://git-lfs" * 50)
-    with pytest.raises(CheckpointError, match=r"model.safetensors is not a complete"):
-        _load(path)
+    for junk, said in (
+        (b"what is this" * 50, "is not a complete safetensors file"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "of Git LFS.*: run git lfs pull in its"),
+    ):
+        (path / "model.safetensors").write_bytes(junk)
+        with pytest.raises(CheckpointError, match=said):
+            _load(path)
 
 
 def test_no_weights(tmp_path: Path) -> None:

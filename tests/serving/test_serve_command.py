@@ -204,6 +204,7 @@ def test_what_is_refused_before_a_model_is_loaded(
         (["--host", "300.1.1.1"], "choose another"),
         (["--host", ""], "ServerConfig.host='': it must be an address of this machine"),
         (["--host", " "], "ServerConfig.host=' '"),
+        (["--served-model-name", ""], "--served-model-name is empty: give the name"),
     ):
         assert main(["serve", str(model_dir / "none"), *options]) == 2
         assert message in " ".join(capsys.readouterr().err.split())

@@ -147,3 +147,10 @@ def test_mtp_layers_for_a_quantised_target_are_floats(tmp_path: Path) -> None:
     }
     raw = json.loads((tmp_path / "head" / "config.json").read_text())
     assert quantization_of(raw, tmp_path / "head" / "config.json") == Forms()
+
+
+def test_a_head_with_a_confidence_head_is_a_beginning(target: Decoder) -> None:
+    """A trained head has none."""
+    spec = NewHead(kind="dspark", block_size=3, mask_token_id=0, layers_to_capture=(0, 1, 2))
+    config = create_head(spec, target, None, F32, seed=3).config
+    check_alike(replace(config, confidence_size=60), config)

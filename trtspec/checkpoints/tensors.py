@@ -8,7 +8,7 @@ and refuses anything that could run code.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from .files import is_there, read_json_object
 if TYPE_CHECKING:
     from .scaled import ScaledTensor
 
+_LFS = b"version https://git-lfs"  # how a pointer of Git LFS begins
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -235,6 +236,12 @@ def _files(model_dir: Path, pickle: bool) -> dict[Path, set[str]]:
 
 
 def damaged(path: Path, error: Exception) -> str:
+    with suppress(OSError), open(path, "rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            return (
+                f"{path} is a pointer of Git LFS, not the weights: run git lfs pull in its "
+                "directory, or copy the file itself from its source."
+            )
     return f"{path} is not a complete safetensors file ({error}). Copy it again from its source."
 
 

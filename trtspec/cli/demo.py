@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 WARM_UP_TOKENS = 8
+WITHOUT_TEMPLATE = "trtspec generate --raw needs none."
 FRAME_SECONDS = 0.1  # drawing takes time from decoding: ten times a second is enough
 SIDE_BY_SIDE_COLUMNS = 90  # narrower terminals get one text below the other
 
@@ -95,7 +96,7 @@ def run_demo(options: EngineOptions, sampling: SamplingOptions) -> int:
         plain, speculative = load_pair(options, progress)
         for llm in (plain, speculative):
             progress(f"warming up {llm.mode.name}")
-            llm.generate([to_token_ids(llm, Prompt(DEMO_PROMPTS[0]))], warm_up)
+            llm.generate([to_token_ids(llm, Prompt(DEMO_PROMPTS[0]), WITHOUT_TEMPLATE)], warm_up)
             llm.reset_stats()
     mode = f"{speculative.mode.name}, K = {speculative.max_draft_len}"
     console.print(Rule(f"trtspec · {options.model} · {dtype_name(plain)} on {plain.device}"))
@@ -141,7 +142,7 @@ def _decode(
     before = llm.stats()
     last: RequestOutput | None = None
     next_frame = 0.0
-    for last in llm.generate_stream(to_token_ids(llm, duel.prompt), params):
+    for last in llm.generate_stream(to_token_ids(llm, duel.prompt, WITHOUT_TEMPLATE), params):
         answer.pieces += split_step(llm.tokenizer, last.outputs[0])
         if screen is not None and monotonic() >= next_frame:
             screen.update(_duel_view(duel, console), refresh=True)

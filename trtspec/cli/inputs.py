@@ -101,12 +101,19 @@ def _refuse_messages(prompts: Sequence[Prompt]) -> None:
             )
 
 
-def to_token_ids(llm: LLM, prompt: Prompt) -> list[int]:
-    """Returns the prompt's tokens, the model's chat template applied."""
+_RAW = "--raw gives the text to the model as it is."
+
+
+def to_token_ids(llm: LLM, prompt: Prompt, without: str = _RAW) -> list[int]:
+    """Returns the prompt's tokens, the model's chat template applied.
+
+    Args:
+        without: what helps where the model has no template.
+    """
     try:
         return llm.apply_chat_template(prompt.messages)
     except ValueError as error:
-        raise CliError(f"{error} (--raw gives the text to the model as it is.)") from error
+        raise CliError(f"{error} ({without})") from error
 
 
 def encoder(llm: LLM, raw: bool) -> Callable[[Sequence[dict[str, str]]], list[int]]:

@@ -66,7 +66,8 @@ class EngineOptions:
             help="Draft tokens per step, K; auto chooses it while serving. Default: ngram and "
             "auto 6, sa 16, mtp 1, mtp_eagle 1 (3 with the package's head), dflash and dspark what "
             "fills a block, the others 4; an EAGLE head may say its own; demo 3. Left out on one "
-            "GPU, the package's EAGLE-3 and DSpark heads choose K as with auto, up to that.",
+            "GPU or a CPU, sa and the package's EAGLE-3 and DSpark heads choose K as with auto, up "
+            "to that.",
         ),
     ] = None
     draft_len_schedule: Annotated[
@@ -473,14 +474,6 @@ class TrainOptions:
             min=1, help="dspark: the rank of its bias. Default: by the target's size, at most 256."
         ),
     ] = None
-    confidence_head: Annotated[
-        bool,
-        typer.Option(
-            "--confidence-head",
-            help="dspark: train what says how likely a draft is to be accepted, for "
-            "max_verified_drafts. Default: as the head of --init-head.",
-        ),
-    ] = False
     selector_rank: Annotated[
         int | None,
         typer.Option(

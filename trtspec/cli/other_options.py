@@ -9,6 +9,7 @@ _DRAFTER = ("--head", "--draft-model")
 _RANKS = ("--tp", "--ep")
 _NO_LOGS = "requests are not logged; /metrics counts them"
 _NO_LORA = "there is no LoRA"
+_NOT_FETCHED = "a directory is read, nothing is fetched"
 _NO_TREES = "drafts are a chain, never a tree"
 _PROXY = "a proxy before the server can do it"
 _PYTHON = "LLM has it, in Python"
@@ -23,6 +24,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "--draft-max": ("--max-draft-len",),
     "--enable-expert-parallel": ("--ep",),
     "--ep-size": ("--ep",),
+    "--lr": ("--learning-rate",),
     "--gpu-memory-utilization": _FRACTION,
     "--kv-cache-free-gpu-memory-fraction": _FRACTION,
     "--max-concurrency": ("--concurrency", "--max-batch-size"),
@@ -51,6 +53,8 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "--speculative-draft-model-quantization": ("--draft-quant",),
     "--speculative-model": _DRAFTER,
     "--speculative-token-map": ("--draft-token-ids",),
+    "--speculative-accept-threshold-single": ("--acceptance",),
+    "--speculative-accept-threshold-acc": ("--acceptance",),
     "--speculative-num-draft-tokens": ("--max-draft-len",),
     "--speculative-num-steps": ("--max-draft-len",),
     "--target": ("--model",),
@@ -78,13 +82,20 @@ NOT_OFFERED: Mapping[str, str] = {
     "Python",
     "--guided-decoding-backend": "it is XGrammar",
     "--log-level": _NO_LOGS,
+    "--log-requests": _NO_LOGS,
     "--lora-modules": _NO_LORA,
     "--max-num-batched-tokens": _PYTHON,
     "--max-num-tokens": _PYTHON,
+    "--num-postprocess-workers": "HTTP has a process of its own",
     "--reasoning-parser": _TEMPLATE,
     "--root-path": _PROXY,
     "--seed": "a seed is a request's",
+    "--speculative-attention-mode": "kernels are chosen by the machine",
+    "--speculative-draft-model-revision": _NOT_FETCHED,
+    "--speculative-draft-tensor-parallel-size": _PYTHON,
     "--speculative-eagle-topk": _NO_TREES,
+    "--speculative-ngram-max-match-window-size": _PYTHON,
+    "--speculative-ngram-min-match-window-size": _PYTHON,
     "--ssl-certfile": _PROXY,
     "--ssl-keyfile": _PROXY,
     "--tokenizer": "it is the model directory's",

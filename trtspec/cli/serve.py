@@ -42,6 +42,10 @@ def run_serve(options: EngineOptions, given: ServeOptions) -> int:
     from ..serving.processes import HttpProcess, serve
     from ..serving.run import listen, url_of
 
+    if given.served_model_name == "":
+        raise ConfigError(
+            "--served-model-name is empty: give the name that clients send, or leave it out."
+        )
     if given.api_key is None and os.environ.get(API_KEY_VARIABLE) == "":
         raise ConfigError(
             f"{API_KEY_VARIABLE} is empty: set it to the key that clients must send, or unset it "

@@ -99,7 +99,9 @@ def in_fields(message: str) -> str:
         return message
     name = f"{field[1]!r}" if message.startswith("SamplingParams") else f"The grammar ({field[1]})"
     rest = message[field.end() :]
-    return f"{name} is {rest[1:]}" if rest.startswith("=") else f"{name}{rest}"
+    if not rest.startswith("="):
+        return f"{name}{rest}"
+    return f"{name} is {rest[1:]}".replace(" is not allowed: ", ": ", 1)
 
 
 def _param_of(message: str, prompt_field: str | None) -> str | None:

@@ -15,7 +15,8 @@ from .new_head import kind_of_head, windows_of
 
 OF_FILES = {
     "format", "captured_by", "suggested_draft_len", "trained_draft_len", "num_mtp_layers",
-    "decoder", "draft_window", "value_scale", "trained_acceptance",
+    "decoder", "draft_window", "value_scale", "trained_acceptance", "confidence_size",
+    "confidence_bias",
 }  # fmt: skip
 """Fields of a head's config in which an earlier head may differ from one that begins with it."""
 OF_LAYERS = (

@@ -21,9 +21,12 @@ LOG, LINE_BEGINS = "log.jsonl", '{"step": '
 def held(out: Path) -> Iterator[None]:
     """Makes the directory and holds it: two runs at a time would overwrite each other's files.
 
+    One that was made here and holds nothing in the end is removed.
+
     Raises:
         CheckpointError: another process holds it.
     """
+    was_there = out.exists()
     out.mkdir(parents=True, exist_ok=True)
     directory = os.open(out, os.O_RDONLY)
     try:
@@ -31,8 +34,9 @@ def held(out: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # it holds something
-                out.rmdir()
+            if not was_there:
+                with suppress(OSError):  # it holds something
+                    out.rmdir()
     finally:
         os.close(directory)  # which gives the lock back
 
