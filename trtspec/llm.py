@@ -20,7 +20,7 @@ from .executor.admission import check_salt
 from .executor.build import build_executor
 from .executor.request import Request
 from .frontend.heap import HeapAside
-from .frontend.inputs import Inputs, Messages, Prompt, checked_id
+from .frontend.inputs import Inputs, Messages, Prompt, checked_id, plain
 from .frontend.outputs import Acceptance, OutputReader, RequestTexts, join
 from .metadata.mode import SpeculativeDecodingMode
 from .other_names import NamesAttributes, names_arguments
@@ -146,6 +146,7 @@ class LLM(NamesAttributes):
         """
         if isinstance(prompts, Mapping):
             return self._run([prompts], sampling_params, cache_salt)[0]
+        prompts = plain(prompts)
         if isinstance(prompts, str | EmbedsPrompt) or _is_token_list(prompts):
             return self._run([prompts], sampling_params, cache_salt)[0]  # type: ignore[list-item]
         if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):

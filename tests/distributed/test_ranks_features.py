@@ -16,6 +16,7 @@ from matrix import Drafters, config_of, cpu_engine, full
 from oracle import Oracle, random_prompts
 from prompt_logprobs import assert_as_asked
 from tiny import tiny_model_dir
+from tiny_dflash import dflash_dir
 from tiny_gemma import assistant_dir, gemma_dir
 from tiny_gemma_assistant import assistant_config
 from tiny_heads import eagle3_dir, mtp_model_dir
@@ -117,9 +118,16 @@ def test_drafts_that_are_looked_up(target_dir: Path, eagle3: Any) -> None:
 
 
 @pytest.mark.slow
-def test_verification_is_shared_out_alike(target_dir: Path, eagle3: Any) -> None:
+@pytest.mark.parametrize("drafter", ["eagle3", "confident"])
+def test_verification_is_shared_out_alike(
+    target_dir: Path, eagle3: Any, tmp_path: Path, drafter: str
+) -> None:
     """By the same chances on every rank: rows of one that another leaves out would not add up."""
     config = replace(eagle3, acceptance="exact_match", max_verified_drafts=5)
+    if drafter == "confident":
+        drafters = Drafters(markov_head=dflash_dir(tmp_path, markov="gated", confidence="markov"))
+        shared_out = {"acceptance": "exact_match", "max_verified_drafts": 5}
+        config = config_of("dspark", 3, drafters, **shared_out)
     params = [
         SamplingParams(max_tokens=24, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
         for i in range(4)

@@ -245,6 +245,21 @@ def test_chances_are_those_of_a_confidence_head(
     assert len(seen) > 1 and torch.cat(seen).std() > 0.05
 
 
+def test_a_confidence_head_at_the_end_of_the_longest_text(
+    target_dir: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    """There are no drafts beyond it, which a confidence head would read the embeddings of."""
+    path = dflash_dir(tmp_path, block=K + 1, markov="gated", confidence="markov")
+    config = DSparkDecodingConfig(
+        max_draft_len=K, speculative_model=path, target_layer_ids=[0, 1, 2], max_verified_drafts=2
+    )
+    llm = cpu_engine(target_dir, config, max_seq_len=40)
+    prompts = random_prompts(3, 12)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, 40 - len(prompt))
+
+
 def test_what_is_found_in_texts_is_verified_first(target_dir: Path, tmp_path: Path) -> None:
     """Also where the network would have drafted the same."""
     lookup = SAEnhancerConfig(threshold=1, min_token_prob=0.0)

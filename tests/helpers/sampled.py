@@ -30,7 +30,7 @@ def make_models(path: Path) -> Path:
     pard_dir(path).rename(path / "masked_draft")
     dflash_dir(path).rename(path / "block_head")
     dflash_dir(path, path={"selector_top_k": 70}).rename(path / "path_head")
-    dflash_dir(path, markov="gated").rename(path / "markov_head")
+    dflash_dir(path, markov="gated", confidence="markov").rename(path / "markov_head")
     return path
 
 

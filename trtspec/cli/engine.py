@@ -126,18 +126,6 @@ def _check_companions(
     options: EngineOptions, mode: SpeculativeDecodingMode, reads_head: bool
 ) -> None:
     """Raises CliError for an option that this way of drafting has no use for."""
-    of_drafts = {
-        "--acceptance": options.acceptance,
-        "--max-draft-len": options.max_draft_len,
-        "--draft-len-schedule": options.draft_len_schedule,
-        "--max-verified-drafts": options.max_verified_drafts,
-        "--draft-quant": options.draft_quant,
-        "--two-engine": options.two_engine or None,
-        "--sa": options.sa or None,
-    }
-    given = [name for name, value in of_drafts.items() if value is not None]
-    if mode.is_none() and given:
-        raise CliError(f"{given[0]} was given, but nothing drafts: name a --speculative mode.")
     if options.draft_model is not None and not mode.is_draft_target():
         instead = (
             " Give its directory with --head."
@@ -150,6 +138,18 @@ def _check_companions(
             f"--head was given, but --speculative {options.speculative} drafts without a head. Say "
             "with --speculative how it drafts: eagle3, dflash, dspark, mtp or mtp_eagle."
         )
+    of_drafts = {
+        "--acceptance": options.acceptance,
+        "--max-draft-len": options.max_draft_len,
+        "--draft-len-schedule": options.draft_len_schedule,
+        "--max-verified-drafts": options.max_verified_drafts,
+        "--draft-quant": options.draft_quant,
+        "--two-engine": options.two_engine or None,
+        "--sa": options.sa or None,
+    }
+    given = [name for name, value in of_drafts.items() if value is not None]
+    if mode.is_none() and given:
+        raise CliError(f"{given[0]} was given, but nothing drafts: name a --speculative mode.")
     for name in ("draft_window", "draft_token_ids"):
         if getattr(options, name) is not None and not reads_head:
             raise CliError(

@@ -81,8 +81,8 @@ class EngineOptions:
         str | None,
         typer.Option(
             help="Drafts that a step verifies at most, of all its requests together: the likeliest "
-            "by the drafter's own probabilities. auto: what is fastest, chosen while serving. "
-            "Default: all."
+            "by the drafter's own probabilities or its confidence head. auto: what is fastest, "
+            "chosen while serving. Default: all."
         ),
     ] = None
     draft_model: Annotated[

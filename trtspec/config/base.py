@@ -37,8 +37,8 @@ class DecodingBaseConfig(NamesFields):
             that is this, with the drafter's usual K as the most.
         max_verified_drafts: drafts that a step verifies at most, of all its requests together; None
             is all. Where they propose more, the likeliest are verified, by the drafter's own
-            probabilities (of all requests' first drafts, then second ones …, where it has none).
-            So a step of n requests costs the target n rows and at most this many more. A pass that
+            probabilities or a DSpark head's confidence head (of all requests' first drafts, then
+            second ones …, where it has none). So a step of n requests costs the target n rows and at most this many more. A pass that
             also reads prompts verifies all. Under "rejection" and "block" a seeded request's tokens
             then depend on the requests beside it. Not with K = "auto", nor with
             enable_attention_dp. "auto" chooses the number while serving, from none to all, by the

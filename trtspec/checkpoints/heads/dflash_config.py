@@ -13,6 +13,7 @@ layer, and leaves sight as it is. Its windows are counted from each row of a blo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from .fields import (
 from .masked import mask_token
 from .records import HeadFiles, HeadRequest, Sources
 
+logger = logging.getLogger(__name__)
 ARCHITECTURES = (
     "DFlashDraftModel",
     "DFlashSpeculator",
@@ -302,17 +304,17 @@ def _dspark_fields(
         )
     rank = size_field(fields, "markov_rank", 256, where, least=0)  # 0: without the bias
     found = {"markov_rank": rank, "markov_kind": kind}
-    present = f"{_CONFIDENCE}weight" in tensors
-    asked = _agreed(fields, _HAS_CONFIDENCE, where)
-    if asked and not present:
-        raise CheckpointError(
-            f"{where} says {' or '.join(_HAS_CONFIDENCE)}, but the head has no "
-            "confidence_head.proj.weight. Copy the head again from its source, or write false: "
-            "it drafts the same without."
-        )
-    if present and asked is not False:
+    weight, asked = tensors.get(f"{_CONFIDENCE}weight"), _agreed(fields, _HAS_CONFIDENCE, where)
+    if asked and weight is None:
+        logger.warning(
+            "%s says %s, but the head has no confidence_head.proj.weight: its drafts are judged by "
+            "their own probabilities.", where, " or ".join(_HAS_CONFIDENCE),
+        )  # fmt: skip
+    if weight is not None and asked is not False:
         reads_markov = _agreed(fields, ("confidence_head_with_markov",), where)
-        found["confidence_size"] = hidden_size + (0 if reads_markov is False else rank)
+        if reads_markov is None:  # sources differ in what that means
+            reads_markov = weight.shape[-1] != hidden_size
+        found["confidence_size"] = hidden_size + (rank if reads_markov else 0)
         found["confidence_bias"] = f"{_CONFIDENCE}bias" in tensors
     return found
 
