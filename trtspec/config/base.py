@@ -38,13 +38,13 @@ class DecodingBaseConfig(NamesFields):
         max_verified_drafts: drafts that a step verifies at most, of all its requests together; None
             is all. Where they propose more, the likeliest are verified, by the drafter's own
             probabilities or a DSpark head's confidence head (of all requests' first drafts, then
-            second ones …, where it has none). So a step of n requests costs the target n rows and at most this many more. A pass that
-            also reads prompts verifies all. Under "rejection" and "block" a seeded request's tokens
-            then depend on the requests beside it. Not with K = "auto", nor with
-            enable_attention_dp. "auto" chooses the number while serving, from none to all, by the
-            steps' times and how likely the drafts are: for drafters with a network of their own, in
-            the step, on one device. Where `runtime_draft_len` lowers K all are verified. A clock
-            decides, so seeded tokens then depend on it under these rules.
+            second ones …, where it has none). So a step of n requests costs the target n rows and
+            at most this many more. A pass that also reads prompts verifies all. Under "rejection"
+            and "block" a seeded request's tokens then depend on the requests beside it. Not with K
+            = "auto", nor with enable_attention_dp. "auto" chooses the number while serving, from
+            none to all, by the steps' times and how likely the drafts are: for drafters with a
+            network of their own, in the step, on one device. Where `runtime_draft_len` lowers K all
+            are verified. A clock decides, so seeded tokens then depend on it under these rules.
         acceptance: how drafts of *sampled* requests are made and judged. A greedy request accepts
             a draft that is the target's best token. All four rules are lossless.
             "rejection": drawn from the drafter's distribution; accepted by rejection sampling.
