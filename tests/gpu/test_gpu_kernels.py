@@ -34,7 +34,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 # (in, out): kernels for small, deep, large, and large but narrow weights; not all divide by tiles.
 SIZES = [
     (64, 24), (576, 960), (576, 976), (384, 2064), (1536, 576), (96, 40), (2560, 960), (2592, 528),
-    (640, 1), (640, 80), (672, 80), (5120, 96), (5152, 96),
+    (640, 80), (672, 80), (5120, 96), (5152, 96),
     (4096, 1040), (2048, 4098), (14336, 512), (576, 7300), (1024, 4104), (32, 131_080),
     (1024, 4096), (896, 9728), (4096, 64), (2080, 96),
 ]  # fmt: skip
@@ -125,6 +125,15 @@ def test_linear(dtype: torch.dtype, size: tuple[int, int], served: list[str]) ->
         + (rows <= _most_rows(size, True) and dtype == torch.bfloat16)
         for rows in ROWS
     )
+
+
+def test_one_output(served: list[str]) -> None:
+    """As DSpark's confidence head has it."""
+    layer = _linear(640, 1, torch.bfloat16, bias=True)
+    for rows in ROWS:
+        x = _random(rows, 640)
+        _close(fused.linear((x,), layer), _product(_exact(x), layer))
+    assert len(served) == sum(rows <= _most_rows((640, 1), False) for rows in ROWS)
 
 
 @pytest.mark.parametrize("size", SIZES)

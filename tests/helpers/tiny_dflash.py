@@ -93,7 +93,7 @@ def dflash_dir(
     for name in [name for name in tensors if name.endswith("attention_sink_bias")]:
         tensors[name] = 2 + 4 * tensors[name]  # beside the scores of a few keys
     if confidence is not None:
-        tensors["confidence_head.proj.weight"] *= 5  # so that chances differ
+        tensors["confidence_head.proj.weight"] *= 0.5  # so that chances are neither 0 nor 1
     if path is not None:
         for name in [name for name in tensors if "codebook" in name]:
             tensors[name] *= 1.5  # so that the token before matters
