@@ -85,7 +85,8 @@ def test_a_generation_step_is_one_graph_launch(
 def test_sampled_texts_are_the_cpus(
     target_dir: Path, drafters: Drafters, vanilla: Path, mode: str, rule: str
 ) -> None:
-    """Prompts and drafts are in different steps on the CPU too, so that both pack the same."""
+    """Prompts and drafts are in different steps on the CPU too, and both overlap: then a request
+    that has ended is in one step more, and its drafts are verified in others' place."""
     config = replace(_config(mode, drafters, vanilla, max_verified_drafts=5), acceptance=rule)
     params = [
         SamplingParams(max_tokens=20, ignore_eos=True, seed=i, temperature=3.0) for i in range(4)
@@ -95,6 +96,7 @@ def test_sampled_texts_are_the_cpus(
         llm = LLM(
             target_dir, config, device=device, dtype="float32", max_batch_size=4, max_seq_len=96,
             prefill_batch_size=4, kv_cache_config=KvCacheConfig(max_tokens=1024),
+            disable_overlap_scheduler=False,
         )  # fmt: skip
         outputs = llm.generate(random_prompts(4), params)
         texts.append([output.outputs[0].token_ids for output in outputs])
