@@ -96,7 +96,7 @@ def in_fields(message: str) -> str:
     """Returns a message of the library that names a field of its classes by the request's field."""
     field = _FIELD.match(message)
     if field is None:
-        return message
+        return message.replace("GuidedDecodingParams has ", "The grammar has ", 1)
     name = f"{field[1]!r}" if message.startswith("SamplingParams") else f"The grammar ({field[1]})"
     rest = message[field.end() :]
     if not rest.startswith("="):
