@@ -239,6 +239,11 @@ def test_wrong_chats_are_named(served: Served, fields: dict[str, Any], param: st
         (CHAT, {"messages": [USER[0] | {"cache_control": {}}]}, "the prefix cache needs no marks"),
         (CHAT, {"temperature": "0.5"}, r"a valid number \('0.5' was given\)."),
         (CHAT, {"top_logprobs": 2}, "'top_logprobs' is 2: it needs logprobs=true."),
+        (
+            CHAT,
+            {"chat_template_kwargs": {"x": [1]}},
+            r"a valid boolean or a valid integer or a valid number \(\[1\] was given\)\.",
+        ),
         (CHAT, {"structured_outputs": {}}, "^The grammar has nothing: give exactly one of"),
         (CHAT, {"temperature": -1}, "^'temperature' is -1.0: it must be a number in 0 … 10000"),
         (CHAT, {"add_special_tokens": True}, r"Input should be False \(True was given\)."),

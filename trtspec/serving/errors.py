@@ -128,6 +128,10 @@ def of_validation(error: ValidationError) -> ApiError:
         return ApiError(400, message, param, "unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"{param!r} is missing: give it.", param, "missing_required_parameter")
-    given = shown(first["input"])
-    message = f"{param!r} is wrong: {first['msg']} ({given} was given)."
+    said = [first["msg"]]
+    if _TYPE_NAME.fullmatch(str(first["loc"][-1])):  # of a value that may be of several types
+        of_value = [e["msg"] for e in of_field if e["loc"][:-1] == first["loc"][:-1]]
+        said = list(dict.fromkeys(of_value))
+    kinds = " or ".join([said[0], *(text.removeprefix("Input should be ") for text in said[1:])])
+    message = f"{param!r} is wrong: {kinds} ({shown(first['input'])} was given)."
     return ApiError(400, message, param, "invalid_type")
