@@ -542,11 +542,13 @@ void delta_generations(TensorView mixed, TensorView gates, TensorView z, TensorV
 
 // q, out [T, Hq, D], of each request `rows` rows, or with starts, [B+1] int32, at most so many; k, v
 // [slots, Hkv, D]; tables [B, M] int32, positions [T] int64; sinks [Hq]. size, warps: as of ClusterShape.
+// is_beside: as of AttendParams.
 void attend_clusters(TensorView q, TensorView k, TensorView v, TensorView tables,
                      TensorView positions, Optional<TensorView> starts, int64_t rows,
                      int64_t page_size, int64_t window, double scale, Optional<TensorView> sinks,
-                     int64_t size, int64_t warps, TensorView out) {
+                     int64_t size, int64_t warps, bool is_beside, TensorView out) {
   trtspec::AttendParams p = {};
+  p.is_beside = is_beside;
   p.q = q.data_ptr(), p.q_row = q.stride(0), p.q_head = q.stride(1);
   p.out = out.data_ptr(), p.out_row = out.stride(0), p.out_head = out.stride(1);
   p.k = k.data_ptr(), p.k_row = static_cast<int>(k.stride(0)), p.k_head = k.stride(1);

@@ -44,6 +44,7 @@ cudaError_t launch_prompts(const PromptParams& p, const PromptTensors& x, cudaSt
     raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   }
   if (raised != cudaSuccess) return raised;
+  keep_shared_memory(kernel);
   const int items = p.num_tiles * p.kv_heads * p.parts.most;
   return launch(kernel, dim3(items < processors ? items : processors), dim3(kPromptThreads), shared,
                 stream, p, maps);

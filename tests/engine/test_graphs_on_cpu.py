@@ -70,7 +70,7 @@ def test_texts_are_those_without_graphs(
     expected = engine(target_dir, mode, drafters).generate(PROMPTS, params)
     llm = engine(target_dir, mode, drafters)
     graphs = EagerGraphs(llm.executor, CudaGraphConfig(context_tokens=[7, 16, 24]))
-    graphs.joined.seconds_of_weights = 1.0  # as of a huge model
+    graphs.joined.seconds_of_pass = 1.0  # as of a huge model
     for output, wanted in zip(llm.generate(PROMPTS, params), expected, strict=True):
         assert output.outputs[0].token_ids == wanted.outputs[0].token_ids
     assert joined(graphs)
@@ -82,7 +82,7 @@ def test_passes_are_joined_once_apart_has_cost_a_capture(
 ) -> None:
     llm = engine(target_dir, "none", drafters)
     graphs, oracle = EagerGraphs(llm.executor), Oracle(target_dir)
-    graphs.joined.seconds_of_weights = graphs.capture_cost / 3
+    graphs.joined.seconds_of_pass = graphs.capture_cost / 3
     counts, requests = [], []
     for _ in range(6):
         requests.append(llm.executor.enqueue([5, 7, 2], SamplingParams(12, ignore_eos=True)))
@@ -99,7 +99,7 @@ def test_passes_are_joined_once_apart_has_cost_a_capture(
 def test_passes_stay_apart_where_memory_is_short(target_dir: Path, drafters: Drafters) -> None:
     llm = engine(target_dir, "none", drafters)
     graphs = EagerGraphs(llm.executor)
-    graphs.joined.seconds_of_weights, graphs.has_spare_memory = 1.0, False
+    graphs.joined.seconds_of_pass, graphs.has_spare_memory = 1.0, False
     llm.generate(PROMPTS, SamplingParams(max_tokens=4, ignore_eos=True))
     assert not joined(graphs)
 
@@ -107,6 +107,6 @@ def test_passes_stay_apart_where_memory_is_short(target_dir: Path, drafters: Dra
 def test_log_probabilities_are_read_from_passes_apart(target_dir: Path, drafters: Drafters) -> None:
     llm = engine(target_dir, "none", drafters)
     graphs = EagerGraphs(llm.executor)
-    graphs.joined.seconds_of_weights = 1.0
+    graphs.joined.seconds_of_pass = 1.0
     llm.generate(PROMPTS, SamplingParams(max_tokens=4, ignore_eos=True, logprobs=1))
     assert not joined(graphs)

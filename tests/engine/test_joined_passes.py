@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from trtspec.checkpoints.hf_config import parse_config
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
 from trtspec.executor import build
-from trtspec.executor.cuda_graphs.joined_passes import JoinedPasses
+from trtspec.executor.cuda_graphs.joined_passes import JoinedPasses, _sparse
 from trtspec.executor.request import ContextChunk, Request, ScheduledBatch, StepPlan
 from trtspec.models.decoder import Decoder
 
@@ -210,23 +211,38 @@ def _large_target() -> Decoder:
         return Decoder(parse_config(raw, Path("config.json")), PaddedTorch()).to(torch.bfloat16)
 
 
-def test_sizes_are_few() -> None:
-    target = _large_target()
-    assert JoinedPasses(target, [1, 2, 4, *range(8, 81, 8)]).sizes == [1, 2, 4, 8, 16, 32, 64, 80]
-    assert JoinedPasses(target, [3, 5]).sizes == [5]
-    assert JoinedPasses(target, [16]).sizes == [16]
-    passes = JoinedPasses(target, [1, 2, 4, 8, 16, 24, 32])
-    assert [passes.size_for(count) for count in (1, 3, 17, 32)] == [1, 4, 32, 32]
+def test_sizes_are_as_few_as_padding_allows() -> None:
+    """A row's products take as long as reading a 140th of weights in 16 bits: 28 rows are a fifth,
+    and the kernels' own time allows 5 more."""
+    target, sizes = _large_target(), [1, 2, 4, *range(8, 81, 8)]
+    tokens = [8, 16, 64, 128, 144, 256]
+    assert JoinedPasses(target, sizes, tokens, rows=1).batch_sizes == [4, 40, 80]
+    assert JoinedPasses(target, sizes, tokens, rows=4).batch_sizes == [4, 16, 32, 48, 64, 80]
+    assert JoinedPasses(target, [3, 5], [], rows=8).batch_sizes == [5]
+    passes = JoinedPasses(target, [16], tokens, rows=4)
+    assert passes.context_tokens == {16, 64, 144, 256} and passes.batch_sizes == [16]
 
 
-def test_padding_may_cost_more_than_a_second_look_at_the_weights() -> None:
-    """A row's products take as long as reading a 140th of weights in 16 bits."""
-    passes = JoinedPasses(_large_target(), [1, 2, 4, *range(8, 257, 8)])
+@pytest.mark.parametrize("most", [0, 1, 6, 1000])
+def test_every_size_has_a_larger_one_nearby(most: float) -> None:
+    rng = random.Random(int(most))
+    for _ in range(50):
+        sizes = sorted(rng.sample(range(1, 60), rng.randint(1, 12)))
+        kept = _sparse(sizes, most)
+        assert set(kept) <= set(sizes) and kept == sorted(kept)
+        for size in sizes:
+            assert 0 <= next(larger for larger in kept if larger >= size) - size <= most
+        assert len(kept) == 1 or kept[-1] - kept[0] > most
+
+
+def test_padding_may_cost_more_than_a_second_pass() -> None:
+    passes = JoinedPasses(_large_target(), [1, 2, 4, *range(8, 257, 8)], [64], rows=4)
     weights = 2 * (2 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14_336) + 4096 * 1000) / 4.3e12
-    assert passes.seconds_saved(64, 4) == pytest.approx(weights, rel=0.01)
-    assert passes.seconds_saved(40, 1) > 0.7 * weights  # 24 rows of padding
-    assert passes.seconds_saved(40, 4) > 0.2 * weights  # 96
-    assert passes.seconds_saved(136, 1) > 0 > passes.seconds_saved(136, 4)  # 120 and 480
+    kernels = 2 * 17e-6
+    assert passes.seconds_saved(0) == pytest.approx(weights + kernels, rel=0.01)
+    assert passes.seconds_saved(24) - kernels > 0.7 * weights
+    assert passes.seconds_saved(96) - kernels > 0.2 * weights
+    assert passes.seconds_saved(120) > 0 > passes.seconds_saved(480)
 
 
 def test_a_pass_is_joined_once_that_has_paid_for_its_graph(target_dir: Path) -> None:
@@ -234,8 +250,9 @@ def test_a_pass_is_joined_once_that_has_paid_for_its_graph(target_dir: Path) -> 
     executor = engine(target_dir, None, max_batch_size=40, max_num_tokens=128).executor
     graphs = EagerGraphs(executor, CudaGraphConfig(context_tokens=[16, 100]))
     graphs.capture_seconds = [0.1]
-    graphs.joined = JoinedPasses(_large_target(), graphs.batch_sizes)
-    graphs.joined.seconds_of_weights = saved = 0.04
+    graphs.joined = JoinedPasses(_large_target(), graphs.batch_sizes, [16, 100], rows=1)
+    graphs.joined.batch_sizes = graphs.batch_sizes
+    graphs.joined.seconds_of_pass = saved = 0.04
     requests = [executor.make_request([3] * 20, SamplingParams(4)) for _ in range(41)]
 
     def pays(prompt: int, count: int, num_drafts: int = 0) -> bool:
@@ -246,10 +263,10 @@ def test_a_pass_is_joined_once_that_has_paid_for_its_graph(target_dir: Path) -> 
     assert list(graphs._costs.values()) == [pytest.approx(4 * saved)]
     assert not pays(9, 2) and not pays(9, 3, num_drafts=1), "others have graphs of their own"
     assert not any(pays(17, 40) for _ in range(9)), "there is no room for so many rows"
-    graphs.joined.seconds_of_weights = 1e-6
+    graphs.joined.seconds_of_pass = 1e-6
     for key in list(graphs._costs):
         graphs._graphs[key] = None  # type: ignore[assignment]
     assert pays(9, 3) and not pays(9, 17)
-    graphs.joined.sizes = [40]
+    graphs.joined.batch_sizes = [40]
     graphs._graphs[next(iter(graphs._costs))._replace(num_beside=40)] = None  # type: ignore[assignment]
     assert not pays(9, 3)

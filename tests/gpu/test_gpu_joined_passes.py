@@ -121,7 +121,7 @@ def test_a_pass_is_captured_once_two_passes_have_cost_as_much(
     graphs = llm.executor.runner.graphs
     assert graphs is not None
     oracle, prompt = Oracle(target_dir), random_prompts(1)[0]
-    num_steps, graphs.joined.seconds_of_weights = 0, 0.02  # as of a large model
+    num_steps, graphs.joined.seconds_of_pass = 0, 0.02  # as of a large model
     while not joined_sizes(llm) and num_steps < 400:
         llm.executor.enqueue(prompt, SamplingParams(max_tokens=6, ignore_eos=True))
         llm.executor.step()

@@ -65,9 +65,13 @@ class Uncaptured:
         outputs = self._run(shape, plan, num_beside=0)
         return PartialLaunch(outputs.first_rows(len(chunks), 1), is_replay=True)
 
-    def run_both(self, shape: ContextInputs, plan: StepPlan) -> PartialLaunch:
+    def run_both(self, plan: StepPlan) -> PartialLaunch | None:
         """With any number of rows of no request behind those of generations."""
         chunks, requests = plan.batch.contexts, plan.batch.generations
+        shape = self.shape_for(chunks)
+        if shape is None:
+            return None
+        plan.finish_before()
         self.num_joined += 1
         assert (plan.num_drafts, plan.draft_len) == self.asked, "another pass than was asked for"
         count = self._rng.randint(len(requests), self.generations.size)

@@ -42,11 +42,14 @@ WIDE = 256
 """Heads of which four warps have room for keys, in place of eight."""
 
 
-def attend(queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer, rows: int) -> bool:
+def attend(
+    queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer, rows: int, beside: bool
+) -> bool:
     """Writes the attention of generations' rows into `queries.out` if the kernel serves them.
 
     Args:
         rows: of each request, or at most where the tables have `starts`.
+        beside: the kernel just launched attends other rows: this one runs beside it.
 
     Returns:
         Whether it does.
@@ -58,7 +61,7 @@ def attend(queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer, 
     keys = tables.blocks.shape[1] * layer.page_size
     for cluster in (best_cluster(layer, groups, rows), *larger(layer)):
         if keys <= cluster.most_keys and (groups < MANY_GROUPS or cluster.size <= 2):
-            attend_clusters(module, queries, cached, tables, layer, rows, cluster)
+            attend_clusters(module, queries, cached, tables, layer, rows, cluster, beside)
             return True
     return False
 
@@ -110,11 +113,11 @@ def is_readable(x: Tensor) -> bool:
 
 def attend_clusters(
     module: Any, queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer, rows: int,
-    cluster: Cluster,
+    cluster: Cluster, beside: bool = False,
 ) -> None:  # fmt: skip
     """`attend`, by a cluster of thread blocks for each group."""
     module.attend_clusters(
         queries.q, cached.k_slots, cached.v_slots, tables.blocks, tables.positions, tables.starts,
         rows, layer.page_size, layer.window, queries.scale, queries.sinks, cluster.size,
-        cluster.warps, queries.out,
+        cluster.warps, beside, queries.out,
     )  # fmt: skip

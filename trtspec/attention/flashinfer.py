@@ -92,8 +92,13 @@ class FlashInferAttention(TritonAttention):
         plan = self._plan(q, meta, cached)
         plan.wrapper.run(_scaled(q[:rows], cached.scale), pages, out=out[:rows])
         if meta.num_generations:
-            out[rows:] = self._generation(q[rows:], meta, cached)
+            self._write_generation(q[rows:], meta, cached, out[rows:])
         return out
+
+    def _write_generation(
+        self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer, out: Tensor
+    ) -> None:
+        out.copy_(self._generation(q, meta, cached))
 
     # -- generations -------------------------------------------------------------------------------
     def _reads_packed(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> bool:

@@ -55,8 +55,18 @@ class TritonAttention(TorchAttention):
         out = _zeroed(q, meta) if is_padded else torch.empty_like(q, memory_format=CONTIGUOUS)
         context_attention(q, cached, tables, context_tiles(meta, size), size, out)
         if meta.num_generations:
-            out[rows:] = self._generation(q[rows:], meta, cached)
+            self._write_generation(q[rows:], meta, cached, out[rows:])
         return out
+
+    def _write_generation(
+        self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer, out: Tensor
+    ) -> None:
+        """`_generation`, into `out`: without a copy where one kernel serves all rows."""
+        rows = meta.rows_per_generation
+        if rows <= most_rows(q, cached):
+            paged_attention(q, *self._tables_of_generations(meta, cached), rows, out)
+        else:
+            out.copy_(self._generation(q, meta, cached))
 
     def _reads_packed(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> bool:
         return cached.is_latent or meta.rows_per_generation <= most_rows(q, cached)
@@ -65,15 +75,7 @@ class TritonAttention(TorchAttention):
         rows, most = meta.rows_per_generation, most_rows(q, cached)
         if not most:
             return super()._generation(q, meta, cached)
-        tables = Tables(
-            blocks=meta.block_tables[cached.kv_group][meta.num_contexts :],
-            positions=meta.position_ids[meta.num_context_tokens :],
-            starts=None if meta.packed is None else meta.packed.starts,
-        )
-        if cached.window is not None and meta.window_position_ids is not None:
-            firsts = meta.first_keys(cached.window)[meta.num_context_tokens :]
-            tables = tables._replace(firsts=firsts)
-            cached = cached._replace(window=cached.window + rows - 1)
+        cached, tables = self._tables_of_generations(meta, cached)
         if rows <= most:
             return paged_attention(q, cached, tables, rows)
         # Long drafts, or wide heads of which many share keys: some rows of every request at a time.
@@ -84,6 +86,22 @@ class TritonAttention(TorchAttention):
             out = paged_attention(part.flatten(0, 1), cached, of_part, part.shape[1])
             outs.append(out.view(part.shape))
         return torch.cat(outs, dim=1).flatten(0, 1)
+
+    def _tables_of_generations(
+        self, meta: AttentionMetadata, cached: CachedLayer
+    ) -> tuple[CachedLayer, Tables]:
+        """Returns what kernels read for generations' rows, with the window that they apply."""
+        rows = meta.rows_per_generation
+        tables = Tables(
+            blocks=meta.block_tables[cached.kv_group][meta.num_contexts :],
+            positions=meta.position_ids[meta.num_context_tokens :],
+            starts=None if meta.packed is None else meta.packed.starts,
+        )
+        if cached.window is not None and meta.window_position_ids is not None:
+            firsts = meta.first_keys(cached.window)[meta.num_context_tokens :]
+            tables = tables._replace(firsts=firsts)
+            cached = cached._replace(window=cached.window + rows - 1)
+        return cached, tables
 
 
 def _zeroed(q: Tensor, meta: AttentionMetadata) -> Tensor:

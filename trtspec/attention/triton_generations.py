@@ -54,7 +54,9 @@ def most_rows(q: Tensor, cached: CachedLayer) -> int:
     return MAX_TILE // (q.shape[1] // cached.kv_heads * padded_dim(q.shape[2]))
 
 
-def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -> Tensor:
+def paged_attention(
+    q: Tensor, cached: CachedLayer, tables: Tables, rows: int, beside: Tensor | None = None
+) -> Tensor:
     """Returns the attention of generation rows over a paged cache, of the shape of `q`.
 
     Args:
@@ -64,11 +66,13 @@ def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -
             those past the maximum length are at 0. The kernel that runs just before may write keys
             at most 64 before a request's first row; older ones may be read before it ends.
         rows: of each request, or at most where the tables have `starts`.
+        beside: where to write it, of the shape of `q`, if the kernel just launched is attention of
+            the pass's prompts, of the same keys; by default a new tensor.
     """
     num_seqs, table_width = tables.blocks.shape
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if beside is None else beside
     layer, queries = kernel_arguments(q, cached, out)
-    if csrc_kernels.attend(queries, cached, tables, layer, rows):
+    if csrc_kernels.attend(queries, cached, tables, layer, rows, beside is not None):
         return out
     pairs, tile = num_seqs * layer.kv_heads, triton.next_power_of_2(rows * layer.per_kv)
     block_n, programs = _cut(pairs, padded_dim(layer.dim), q.dtype)

@@ -39,7 +39,7 @@ from .request import Request, RequestState, ScheduledBatch, StepPlan, StopCheck
 from .results import Applied, LaunchedStep, RequestResult, StepReader
 from .runner import StepRunner
 from .saving import HiddenStatesSaver
-from .scheduler import Scheduler
+from .scheduler import COST_OF_JOINED_PASS, Scheduler
 from .stats import Statistics
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,8 @@ class PyExecutor:
             )
         target, worker = runner.step.target, runner.step.worker
         self.scheduler = Scheduler(config, self.kv_cache, self.max_draft_len, worker)
+        if runner.graphs is not None and runner.graphs.may_join:
+            self.scheduler.pass_cost = COST_OF_JOINED_PASS
         self._admission = Admission(
             target=target, config=config, mode=self.mode, max_draft_len=self.max_draft_len
         )

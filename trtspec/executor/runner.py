@@ -280,11 +280,13 @@ class StepRunner:
             return None
         if not chunks:
             return graphs.run(plan)
-        shape, count = graphs.shape_for(chunks), len(plan.batch.generations)
-        if shape is None or (count and graphs.bucket(count) is None):
+        if plan.batch.generations:
+            return graphs.run_both(plan)
+        shape = graphs.shape_for(chunks)
+        if shape is None:
             return None
         plan.finish_before()
-        return graphs.run_both(shape, plan) if count else graphs.run_contexts(shape, plan)
+        return graphs.run_contexts(shape, plan)
 
     def _graphs_for(self, chunks: list[ContextChunk]) -> CudaGraphs | None:
         """Returns the graphs, unless none may serve a step with these parts of prompts.

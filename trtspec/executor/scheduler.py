@@ -18,6 +18,9 @@ from .draft_lens.draft_len import DraftLen
 from .prefixes import Prefixes
 from .request import ContextChunk, Request, RequestState, ScheduledBatch
 
+COST_OF_JOINED_PASS = 0.5
+"""How many steps it delays generations by if they are in it (`CudaGraphs.run_both`)."""
+
 
 class Scheduler:
     """Holds the waiting queue and the running requests (oldest first)."""
@@ -42,6 +45,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.idle_slot_steps = 0
         """Steps of slots that were free for a waiting request since prompts last started."""
+        self.pass_cost = 1.0
+        """How many steps a pass over prompts delays generations by."""
         self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
         self._last = ScheduledBatch([], [])
         """The last batch of generations alone, until one of its requests leaves. The next one is
@@ -167,8 +172,7 @@ class Scheduler:
 
         A step with prompts is slower for all its generations. So a few steps with many prompts
         each cost less than many steps with one. With "auto" prompts wait until free slots have
-        idled, together, as many steps as there are generations. A pass over prompts costs the
-        generations about that.
+        idled, together, as many steps as a pass over prompts costs all generations.
         """
         free = len(self._free_slots)
         if not free:
@@ -178,7 +182,7 @@ class Scheduler:
             return True
         if self.config.prefill_batch_size != "auto":
             return free >= self._least_free
-        return free >= len(self.waiting) or self.idle_slot_steps >= generating
+        return free >= len(self.waiting) or self.idle_slot_steps >= self.pass_cost * generating
 
     @property
     def _least_free(self) -> int:

@@ -34,6 +34,8 @@ struct AttendParams {
   int kv_inverse;  // 65536 / per_kv + 1
   const void* sinks;  // [heads], logits beside the scores, of the queries' type; null: none
   float scale;  // of scores in base 2, positive
+  // The previous kernel attends other rows' queries, and this one runs beside it: it waits at its end.
+  bool is_beside;
 };
 
 // A request and a KV head.
@@ -110,7 +112,7 @@ __device__ inline float better(float score, float than) {
 // What scores are compared with: not the lowest one itself where there is no key.
 __device__ inline float base_of(float best) { return best == -INFINITY ? 0.0f : best; }
 
-// Adds what a warp reads of its keys. It waits for the previous kernel.
+// Adds what a warp reads of its keys. It waits for the previous kernel, unless it runs beside that.
 //
 // kTiles: of 16 pairs of a row and a head that read one KV head. kStages: tiles ahead.
 // slots: as of slots_of_tiles.
@@ -172,7 +174,8 @@ __device__ inline void attend_keys(const AttendParams& p, const Group& group, co
   int fetched = 0;
   const int old = group.position - kNewKeys;  // keys before it are older than the previous kernel
   while (fetched < kStages && own.first + fetched * own.apart + kTileKeys <= old) fetch(fetched++);
-  wait_for_previous();
+  // The previous kernel has waited, or this one had not started: what was before it is done.
+  if (!p.is_beside) wait_for_previous();
   let_next_start();
   uint32_t q[kTiles][kDim / 16][4];
 #pragma unroll
@@ -182,8 +185,9 @@ __device__ inline void attend_keys(const AttendParams& p, const Group& group, co
       const T* const from = query_of[m][half];
 #pragma unroll
       for (int step = 0; step < kDim / 16; ++step) {
-        q[m][step][half] = from ? *reinterpret_cast<const uint32_t*>(from + step * 16) : 0;
-        q[m][step][2 + half] = from ? *reinterpret_cast<const uint32_t*>(from + step * 16 + 8) : 0;
+        const auto* const pairs_of = reinterpret_cast<const uint32_t*>(from + step * 16);
+        q[m][step][half] = from ? __ldcg(pairs_of) : 0;
+        q[m][step][2 + half] = from ? __ldcg(pairs_of + 4) : 0;
       }
     }
   }

@@ -72,6 +72,7 @@ __global__ void __launch_bounds__(
       if (column == 0) stats[pair] = {of_block.best, of_block.total};
     }
   }
+  if (p.is_beside) wait_for_previous();  // so that the next kernel, waiting for this one, waits for both
   if (active == 1) return;
   const auto cluster = cooperative_groups::this_cluster();
   const int each = (items + active - 1) / active;

@@ -94,9 +94,14 @@ class CudaGraphs:
         dozens of steps."""
         self._costs: dict[GraphKey, float] = {}  # seconds that it has cost to be without a graph
         self._seconds: dict[GraphKey, float] = {}  # of passes that have stood in
-        self.joined = JoinedPasses(step.target, self.batch_sizes)
+        self.joined = JoinedPasses(
+            step.target,
+            self.batch_sizes,
+            [inputs.num_tokens for inputs in self.contexts],
+            rows=step.shape.max_draft_len + 1,
+        )
         # Where memory ends on one of several ranks, the others would not know.
-        self._may_join = self.enable_padding and step.target.config.parallel.size == 1
+        self.may_join: bool = self.enable_padding and step.target.config.parallel.size == 1
         self.masks: GuidedMasks | None = None  # set once a request has a grammar
         self._host_part: HostPart | None = None
         """Cuts the graph, while a step with grammars is captured."""
@@ -196,25 +201,44 @@ class CudaGraphs:
         return self._seconds[key]
 
     # -- prompts and generations -------------------------------------------------------------------
+    def _shape_of_both(self, plan: StepPlan) -> ContextInputs | None:
+        """Returns the shape of a pass over parts of prompts and generations, if one holds them.
+
+        It is one of the few sizes of joined passes where there is room, for captured states too.
+        """
+        chunks, count = plan.batch.contexts, len(plan.batch.generations)
+        apart = self.shape_for(chunks)
+        if apart is None or self.bucket(count) is None:
+            return None
+        room = self.max_num_tokens
+        room -= self.joined.size_for(count) * (self.step.shape.max_draft_len + 1)
+        few = (one for one in self.contexts if one.num_tokens in self.joined.context_tokens)
+        of_few = next((one for one in few if one.holds(chunks)), apart)
+        return next((one for one in (of_few, apart) if one.num_tokens <= room), None)
+
     def pays_to_join(self, plan: StepPlan) -> bool:
         """Whether parts of prompts and generations had better be one pass, which reads the weights
-        once.
+        once, and launches a layer's kernels once.
 
         So it is where the pass has a graph, or once two passes have cost as much as its capture;
         never where its padding costs more than it saves.
         """
-        batch = plan.batch
-        shape, bucket = self.shape_for(batch.contexts), self.bucket(len(batch.generations))
-        if not self._may_join or shape is None or bucket is None:
+        shape = self._shape_of_both(plan) if self.may_join else None
+        if shape is None:
             return False
-        key = self._key_of_both(plan, shape)
-        rows = key.num_beside * (self.step.shape.max_draft_len + 1)
-        if shape.num_tokens + rows > self.max_num_tokens:  # there is room for captured states
-            return False
-        saved = self.joined.seconds_saved(bucket, plan.num_drafts + 1)
+        key, saved = self._key_of_both(plan, shape), self._seconds_saved(plan, shape)
         if saved <= 0 or key in self._graphs:
             return saved > 0
         return self._add_cost(key, saved) and self._has_spare_memory()
+
+    def _seconds_saved(self, plan: StepPlan, shape: ContextInputs) -> float:
+        """Returns what one pass of this shape, in place of two, saves by estimate."""
+        batch = plan.batch
+        apart, bucket = self.shape_for(batch.contexts), self.bucket(len(batch.generations))
+        assert apart is not None and bucket is not None
+        padding = self.joined.size_for(len(batch.generations)) - bucket
+        rows = padding * (plan.num_drafts + 1) + shape.num_tokens - apart.num_tokens
+        return self.joined.seconds_saved(rows)
 
     def _has_spare_memory(self) -> bool:
         """Whether a graph that could be done without leaves enough for those that could not."""
@@ -225,12 +249,17 @@ class CudaGraphs:
         size = self.joined.size_for(len(plan.batch.generations))
         return GraphKey.of_contexts(plan, shape)._replace(num_beside=size)
 
-    def run_both(self, shape: ContextInputs, plan: StepPlan) -> PartialLaunch | None:
-        """Runs one pass over parts of prompts and generations. The launch before is finished.
+    def run_both(self, plan: StepPlan) -> PartialLaunch | None:
+        """Runs one pass over parts of prompts and generations, once the launch before is finished.
 
-        Returns None if there is no memory to capture it. Then no further one is.
+        Returns None if no shape holds them, or there is no memory to capture it. Then no further
+        one is.
         """
         chunks, requests = plan.batch.contexts, plan.batch.generations
+        shape = self._shape_of_both(plan)
+        if shape is None:
+            return None
+        plan.finish_before()
         key = self._key_of_both(plan, shape)
         keys = [key, GraphKey.of_missed(key.num_beside)] if plan.reads_missed else [key]
         try:
@@ -239,7 +268,7 @@ class CudaGraphs:
                 self._graphs[missing] = self._capture(missing)
         except GraphMemoryError as error:
             logger.warning("Prompts and generations stay two passes where memory ends: %s", error)
-            self._may_join = False
+            self.may_join = False
             return None
         rows = self.inputs.rows_to_send(requests, key.num_beside)
         if rows is not None:
