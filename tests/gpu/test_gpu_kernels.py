@@ -288,7 +288,7 @@ def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
     for norms in ((norm,), ()):
         most, few = _most_rows(size, bool(norms)), 0
         if size[0] >= 1536 and not norms:  # up to `few` rows a cluster divides the columns
-            few = 48 if size[0] >= 2048 else 16
+            few = 96
         x, ends = _random(most, size[0]), [few, most] if 0 < few < most else [most]
         for first, last in zip([1, few + 1], ends, strict=False):
             together = fused.linear((x[:last],), layer, norms)

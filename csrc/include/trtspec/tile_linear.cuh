@@ -123,9 +123,9 @@ __device__ inline void scale_rows(uint32_t (&a)[4], const char* weights, float o
   for (int i = 0; i < 4; ++i) a[i] = scale_pair<T>(a[i], i < 2 ? first : second, offset, squares[i % 2]);
 }
 
-// Whether a thread has registers for the fragments of all steps.
+// Whether a thread has registers for the fragments of all steps, beside its sums.
 __host__ __device__ constexpr bool has_registers(int blocks, int outs, int stages) {
-  return blocks == 1 && stages * (16 + outs) <= 288;
+  return stages * (16 * blocks + outs) <= (blocks == 1 ? 288 : blocks * outs <= 64 ? 320 : 0);
 }
 
 // n and, if gated, n / 2 multiples of 16 and 8. kNorms: 0 or 1 of one input, or one for each of two.
@@ -265,13 +265,16 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
   if constexpr (kRests) {
     copies_wait<0>();
     __syncthreads();
-    uint32_t a[kStages][4], b[kStages][kOuts / 16][4];
+    uint32_t a[kStages][kBlocks][4], b[kStages][kOuts / 16][4];
     const char* const xs = place(shared, lane % 16, warp * 2 + lane / 16);
     const int row_of_w = lane / 16 * 8 + lane % 8;
     const char* const ws = place(shared + kRows * kRowBytes, row_of_w, warp * 2 + lane / 8 % 2);
 #pragma unroll
     for (int step = 0; step < kStages; ++step) {
-      load_matrices<false>(a[step], xs + step * Sizes::kStageBytes);
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m) {
+        load_matrices<false>(a[step][m], xs + step * Sizes::kStageBytes + m * 16 * kRowBytes);
+      }
 #pragma unroll
       for (int n = 0; n < kOuts / 16; ++n) {
         load_matrices<false>(b[step][n], ws + step * Sizes::kStageBytes + n * 16 * kRowBytes);
@@ -283,13 +286,18 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
       if constexpr (kNorm) {
         // (The norm's weights end with the last step.)
         const char* const of_lane = norm + (min(step, steps - 1) * kStep + warp * 16 + t * 2) * 2;
-        scale_rows<T>(a[step], of_lane, p.offset, squares[0]);
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m) scale_rows<T>(a[step][m], of_lane, p.offset, squares[m]);
       }
 #pragma unroll
       for (int n = 0; n < kOuts / 16; ++n) {
-        const uint32_t(&x)[4] = a[step], (&w)[4] = b[step][n];
-        multiply_add(acc[0][n * 2], x[0], x[1], x[2], x[3], w[0], w[1], T());
-        multiply_add(acc[0][n * 2 + 1], x[0], x[1], x[2], x[3], w[2], w[3], T());
+        const uint32_t(&w)[4] = b[step][n];
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m) {
+          const uint32_t(&x)[4] = a[step][m];
+          multiply_add(acc[m][n * 2], x[0], x[1], x[2], x[3], w[0], w[1], T());
+          multiply_add(acc[m][n * 2 + 1], x[0], x[1], x[2], x[3], w[2], w[3], T());
+        }
       }
     }
   }
