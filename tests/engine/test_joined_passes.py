@@ -270,3 +270,26 @@ def test_a_pass_is_joined_once_that_has_paid_for_its_graph(target_dir: Path) -> 
     graphs.joined.batch_sizes = [40]
     graphs._graphs[next(iter(graphs._costs))._replace(num_beside=40)] = None  # type: ignore[assignment]
     assert not pays(9, 3)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_prompts_wait_half_as_long_where_they_join(target_dir: Path, joins: bool) -> None:
+    """Eight texts run and more wait: a free slot idles 8 steps, or 4, before prompts take it."""
+    llm = engine(target_dir, None, max_batch_size=9, max_num_tokens=128, prefill_batch_size="auto")
+    executor, graphs = llm.executor, joined(llm)
+    graphs.joins = joins
+    long = SamplingParams(max_tokens=60, ignore_eos=True)
+    for i in range(9):
+        executor.enqueue([3 + i, 7], long if i else SamplingParams(max_tokens=3, ignore_eos=True))
+    first = executor.enqueue([5, 5], SamplingParams(max_tokens=3, ignore_eos=True))
+    while not first.output_token_ids:  # the first pass beside generations is not known yet
+        executor.step()
+    later = [executor.enqueue([5, 6 + i], long) for i in range(3)]
+    while not first.is_finished:
+        executor.step()
+    num_steps = 0
+    while not later[0].num_computed:
+        executor.step()
+        num_steps += 1
+    assert abs(num_steps - (4 if joins else 8)) <= 1
+    executor.run_until_done()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tiny_heads import eagle1_dir, mtp_model_dir
 from trtspec import (
     LLM,
     DFlashDecodingConfig,
+    DSparkDecodingConfig,
     EagleDecodingConfig,
     MTPDecodingConfig,
     SamplingParams,
@@ -30,6 +32,7 @@ IDS = [*range(2, 90, 3), 1, 96, 0]
 HEADS: dict[str, tuple[Callable[[Path], Path], Callable[..., Any]]] = {
     "eagle1": (eagle1_dir, EagleDecodingConfig),
     "dflash": (dflash_dir, DFlashDecodingConfig),
+    "dspark": (partial(dflash_dir, markov="vanilla"), DSparkDecodingConfig),
     "mtp": (mtp_model_dir, MTPDecodingConfig),
 }
 

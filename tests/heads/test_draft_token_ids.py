@@ -41,6 +41,8 @@ HEADS: dict[str, tuple[Callable[[Path], Path], Callable[..., Any]]] = {
         partial(OWN_EAGLE3, eagle3_one_model=False),
     ),
     "dflash": (dflash_dir, DFlashDecodingConfig),
+    "dspark": (partial(dflash_dir, markov="vanilla"), DSparkDecodingConfig),
+    "dspark gated": (partial(dflash_dir, markov="gated"), DSparkDecodingConfig),
     "mtp_eagle": (partial(mtp_model_dir, num_mtp_layers=1), MTPDecodingConfig),
     "mtp": (
         partial(mtp_model_dir, own_ends=True),
@@ -95,6 +97,18 @@ def test_drafts_are_chosen_among_these_tokens(tmp_path: Path, kind: str) -> None
     torch.testing.assert_close(first[0], first[1][:, sorted(IDS)], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["dspark", "dspark gated"])
+def test_a_bias_is_of_the_same_tokens(tmp_path: Path, kind: str) -> None:
+    biases = []
+    for fields in ({"draft_token_ids": IDS}, {}):
+        head = engine(*make(tmp_path, kind, **fields)).executor.draft_model
+        hidden = torch.linspace(-1, 1, 3 * head.config.decoder.hidden_size).view(3, -1)
+        before = torch.tensor([3, 0, 96])
+        biases.append(head.markov_head(before, hidden, head.markov_head.first_state(hidden))[0])
+    assert biases[0].std() > 0.01
+    torch.testing.assert_close(biases[0], biases[1][:, sorted(IDS)])
+
+
 @pytest.mark.parametrize("kind", ["eagle1", "mtp_eagle", "dflash"])
 def test_the_rows_kept_can_be_fp8(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -111,7 +125,7 @@ def test_the_rows_kept_can_be_fp8(
     assert torch.equal(dequantize(rows, torch.float32), values)
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "mtp_eagle", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle1", "mtp_eagle", "dflash", "dspark", "dspark gated"])
 def test_with_all_tokens_nothing_changes(tmp_path: Path, kind: str) -> None:
     """Sampled requests too, whose drafts are drawn."""
     lens, prompts = [], random_prompts(5)
@@ -169,7 +183,6 @@ def test_what_is_no_list_of_ids_is_refused(given: Any) -> None:
     [
         ("small", "it drafts among 40 tokens already"),
         ("dflash2", "has weights for all tokens"),
-        ("dspark", "has weights for all tokens"),
         ("ranks", "several ranks"),
     ],
 )
@@ -177,7 +190,6 @@ def test_heads_that_need_all_tokens(tmp_path: Path, kind: str, message: str) -> 
     made: dict[str, tuple[Callable[[Path], Path], Any]] = {
         "small": (partial(dflash_dir, draft_vocab=40), DFlashDecodingConfig),
         "dflash2": (partial(dflash_dir, path={}), DFlashDecodingConfig),
-        "dspark": (partial(dflash_dir, markov="vanilla"), DSparkDecodingConfig),
         "ranks": (dflash_dir, DFlashDecodingConfig),
     }
     make_head, config_of = made[kind]

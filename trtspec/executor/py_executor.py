@@ -39,7 +39,7 @@ from .request import Request, RequestState, ScheduledBatch, StepPlan, StopCheck
 from .results import Applied, LaunchedStep, RequestResult, StepReader
 from .runner import StepRunner
 from .saving import HiddenStatesSaver
-from .scheduler import COST_OF_JOINED_PASS, Scheduler
+from .scheduler import Scheduler
 from .stats import Statistics
 
 logger = logging.getLogger(__name__)
@@ -79,8 +79,6 @@ class PyExecutor:
             )
         target, worker = runner.step.target, runner.step.worker
         self.scheduler = Scheduler(config, self.kv_cache, self.max_draft_len, worker)
-        if runner.graphs is not None and runner.graphs.may_join:
-            self.scheduler.pass_cost = COST_OF_JOINED_PASS
         self._admission = Admission(
             target=target, config=config, mode=self.mode, max_draft_len=self.max_draft_len
         )
@@ -384,9 +382,11 @@ class PyExecutor:
     # -- run -----------------------------------------------------------------------------------
     def _launch_all(self, batch: ScheduledBatch) -> list[LaunchedStep]:
         """Launches a batch, in several steps where graphs ask for that."""
-        plans = [self._plan(batch, part) for part in self.runner.split_for_graphs(batch)]
-        launched = []
-        for plan in self.runner.join_for_graphs(plans):
+        apart = [self._plan(batch, part) for part in self.runner.split_for_graphs(batch)]
+        plans, launched = self.runner.join_for_graphs(apart), []
+        if batch.contexts and batch.generations:
+            self.scheduler.note_pass(is_joined=len(plans) < len(apart))
+        for plan in plans:
             if plan.batch.generations:
                 self._draft_len.last = plan.draft_len
             self._pending.append(self._launch(plan))

@@ -18,8 +18,9 @@ from .draft_lens.draft_len import DraftLen
 from .prefixes import Prefixes
 from .request import ContextChunk, Request, RequestState, ScheduledBatch
 
-COST_OF_JOINED_PASS = 0.5
-"""How many steps it delays generations by if they are in it (`CudaGraphs.run_both`)."""
+COST_OF_PASS, COST_OF_JOINED_PASS = 1.0, 0.5
+"""How many steps a pass over prompts delays generations by, alone and with them in it
+(`CudaGraphs.run_both`)."""
 
 
 class Scheduler:
@@ -45,8 +46,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.idle_slot_steps = 0
         """Steps of slots that were free for a waiting request since prompts last started."""
-        self.pass_cost = 1.0
-        """How many steps a pass over prompts delays generations by."""
+        self.pass_cost = COST_OF_PASS
+        """Of the last pass over prompts that there were generations beside."""
         self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
         self._last = ScheduledBatch([], [])
         """The last batch of generations alone, until one of its requests leaves. The next one is
@@ -105,6 +106,10 @@ class Scheduler:
         if generations != self._last.generations:
             self._last = ScheduledBatch([], generations)
         return self._last, []
+
+    def note_pass(self, is_joined: bool) -> None:
+        """Notes of a step with prompts and generations whether they were one pass."""
+        self.pass_cost = COST_OF_JOINED_PASS if is_joined else COST_OF_PASS
 
     def _release_behind_windows(self) -> None:
         """Gives back blocks that no row of a later step sees (the ledger in state/kv_cache.py)."""

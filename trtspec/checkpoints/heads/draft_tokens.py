@@ -71,7 +71,8 @@ def _content(path: Path) -> Any:
 def draft_among(head: DraftHead, ids: Tensor, options: LoadOptions) -> None:
     """Leaves the head the lm_head's rows of these tokens, [n] int64, ascending.
 
-    A shared lm_head stays whole for verification: the head gets copies.
+    Of DSpark's bias it leaves their rows, too. A shared lm_head stays whole for verification: the
+    head gets copies.
 
     Raises:
         ConfigError: the head drafts among fewer tokens already, or needs all of them.
@@ -80,7 +81,7 @@ def draft_among(head: DraftHead, ids: Tensor, options: LoadOptions) -> None:
     why = None
     if head.d2t is not None:
         why = f"it drafts among {config.draft_vocab_size} tokens already"
-    elif config.markov_rank or config.selector_rank:
+    elif config.selector_rank:
         why = "its choice among drafts has weights for all tokens"
     elif config.decoder.parallel.size > 1:
         why = "each of several ranks has other tokens"
@@ -94,9 +95,17 @@ def draft_among(head: DraftHead, ids: Tensor, options: LoadOptions) -> None:
     for owner in owners:
         whole: Any = owner.lm_head
         if id(whole) not in kept:
-            kept[id(whole)] = whole.at(ids)
-            if options.pack:
-                kept[id(whole)].pack()
+            kept[id(whole)] = _some_outputs(whole, ids, options)
         owner.lm_head = kept[id(whole)]
+    markov = getattr(head, "markov_head", None)
+    if markov is not None:
+        markov.markov_w2 = _some_outputs(markov.markov_w2, ids, options)
     head.d2t = (ids - torch.arange(len(ids))).to(options.device)
     head.config = replace(config, draft_vocab_size=len(ids))
+
+
+def _some_outputs(whole: Linear, ids: Tensor, options: LoadOptions) -> Linear:
+    part = whole.at(ids)
+    if options.pack:
+        part.pack()
+    return part

@@ -101,7 +101,7 @@ class CudaGraphs:
             rows=step.shape.max_draft_len + 1,
         )
         # Where memory ends on one of several ranks, the others would not know.
-        self.may_join: bool = self.enable_padding and step.target.config.parallel.size == 1
+        self._may_join = self.enable_padding and step.target.config.parallel.size == 1
         self.masks: GuidedMasks | None = None  # set once a request has a grammar
         self._host_part: HostPart | None = None
         """Cuts the graph, while a step with grammars is captured."""
@@ -223,7 +223,7 @@ class CudaGraphs:
         So it is where the pass has a graph, or once two passes have cost as much as its capture;
         never where its padding costs more than it saves.
         """
-        shape = self._shape_of_both(plan) if self.may_join else None
+        shape = self._shape_of_both(plan) if self._may_join else None
         if shape is None:
             return False
         key, saved = self._key_of_both(plan, shape), self._seconds_saved(plan, shape)
@@ -268,7 +268,7 @@ class CudaGraphs:
                 self._graphs[missing] = self._capture(missing)
         except GraphMemoryError as error:
             logger.warning("Prompts and generations stay two passes where memory ends: %s", error)
-            self.may_join = False
+            self._may_join = False
             return None
         rows = self.inputs.rows_to_send(requests, key.num_beside)
         if rows is not None:
