@@ -131,20 +131,19 @@ cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
       return launch_tile<T, E, 1, 2, 32, 5, 8>(p, stream);
     }
   }
-  // Whether clusters of 4 have room at once, two blocks on a multiprocessor.
-  auto has_room = [&](int rows) {
-    return (p.n + 31) / 32 * 4 * ((p.rows + rows - 1) / rows) <= 2 * multiprocessors();
-  };
+  // Whether clusters of 4 have room at once with 96 rows, and so 48: two blocks on a multiprocessor.
+  const bool has_room = (p.n + 31) / 32 * 4 * 3 <= 2 * multiprocessors();
+  static_assert(kMaxMoreRows == 3 * 32 && kMaxFewRows == 3 * 16, "three blocks of rows each");
   if (p.rows <= kMaxFewRows) {
     if constexpr (!kNorm) {
-      const bool is_deep = p.k >= (p.rows <= kFewRows || has_room(16) ? kDeep : kDeeper);
+      const bool is_deep = p.k >= (p.rows <= kFewRows || has_room ? kDeep : kDeeper);
       if (is_deep) return launch_tile<T, E, kNorm, 1, 32, 5, 4>(p, stream);
     }
     return launch_tile<T, E, kNorm, 1, 32, 5>(p, stream);
   }
   if constexpr (!kNorm) {
     const bool is_deep = p.k >= kDeep && p.rows <= kMaxMoreRows;
-    if (is_deep && has_room(32)) return launch_tile<T, E, kNorm, 2, 32, 5, 4>(p, stream);
+    if (is_deep && has_room) return launch_tile<T, E, kNorm, 2, 32, 5, 4>(p, stream);
   }
   const int most = p.k <= 5 * kStep ? kMaxMoreRows : kMaxSomeRows;  // whether all columns have room at once
   if (p.rows <= most || p.n < kWide) return launch_tile<T, E, kNorm, 2, 32, 5>(p, stream);

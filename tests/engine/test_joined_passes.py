@@ -30,9 +30,15 @@ from trtspec.checkpoints.hf_config import parse_config
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
 from trtspec.executor import build
-from trtspec.executor.cuda_graphs.joined_passes import JoinedPasses, _sparse
+from trtspec.executor.cuda_graphs.joined_passes import (
+    MOST_TIMES,
+    JoinedPasses,
+    JoinedShape,
+    _sparse,
+)
 from trtspec.executor.request import ContextChunk, Request, ScheduledBatch, StepPlan
 from trtspec.models.decoder import Decoder
+from trtspec.ops.launch.machine import SECONDS_PER_LAYER
 
 K, BEGIN, END = 3, 5, 6
 Waiting = list[tuple[Any, SamplingParams]]
@@ -212,37 +218,50 @@ def _large_target() -> Decoder:
 
 
 def test_sizes_are_as_few_as_padding_allows() -> None:
-    """A row's products take as long as reading a 140th of weights in 16 bits: 28 rows are a fifth,
-    and the kernels' own time allows 5 more."""
-    target, sizes = _large_target(), [1, 2, 4, *range(8, 81, 8)]
+    """A row's products take as long as reading a 140th of weights in 16 bits."""
+    target, sizes = _large_target(), [1, 2, 4, *range(8, 257, 8)]
     tokens = [8, 16, 64, 128, 144, 256]
-    assert JoinedPasses(target, sizes, tokens, rows=1).batch_sizes == [4, 40, 80]
-    assert JoinedPasses(target, sizes, tokens, rows=4).batch_sizes == [4, 16, 32, 48, 64, 80]
+    passes = JoinedPasses(target, sizes, tokens, rows=1)
+    assert passes.batch_sizes == [2, 8, 32, 64, 128, 256]
+    assert passes.context_tokens == {16, 64, 144, 256}
+    assert JoinedPasses(target, sizes, [], rows=4).batch_sizes == [2, 8, 16, 32, 64, 128, 256]
     assert JoinedPasses(target, [3, 5], [], rows=8).batch_sizes == [5]
-    passes = JoinedPasses(target, [16], tokens, rows=4)
-    assert passes.context_tokens == {16, 64, 144, 256} and passes.batch_sizes == [16]
+    assert [passes.size_for(count) for count in (1, 2, 5, 65, 256)] == [2, 2, 8, 128, 256]
 
 
-@pytest.mark.parametrize("most", [0, 1, 6, 1000])
-def test_every_size_has_a_larger_one_nearby(most: float) -> None:
-    rng = random.Random(int(most))
+@pytest.mark.parametrize(("most", "times"), [(0, 1), (6, 1), (6, 2), (1000, 2)])
+def test_every_size_has_a_larger_one_nearby(most: float, times: int) -> None:
+    """There is no size that could be left out, and none is missing."""
+    rng = random.Random(int(most) + times)
+
+    def is_near(larger: int, size: int) -> bool:
+        return larger < times * size or (larger - size <= most and larger < MOST_TIMES * size)
+
     for _ in range(50):
         sizes = sorted(rng.sample(range(1, 60), rng.randint(1, 12)))
-        kept = _sparse(sizes, most)
-        assert set(kept) <= set(sizes) and kept == sorted(kept)
+        kept = _sparse(sizes, most, times)
+        assert set(kept) <= set(sizes) and kept == sorted(kept) and kept[-1] == sizes[-1]
         for size in sizes:
-            assert 0 <= next(larger for larger in kept if larger >= size) - size <= most
-        assert len(kept) == 1 or kept[-1] - kept[0] > most
+            nearest = next(larger for larger in kept if larger >= size)
+            assert nearest == size or is_near(nearest, size)
+        assert not any(is_near(kept[i + 1], kept[i]) for i in range(len(kept) - 1))
 
 
 def test_padding_may_cost_more_than_a_second_pass() -> None:
     passes = JoinedPasses(_large_target(), [1, 2, 4, *range(8, 257, 8)], [64], rows=4)
     weights = 2 * (2 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14_336) + 4096 * 1000) / 4.3e12
-    kernels = 2 * 17e-6
-    assert passes.seconds_saved(0) == pytest.approx(weights + kernels, rel=0.01)
-    assert passes.seconds_saved(24) - kernels > 0.7 * weights
-    assert passes.seconds_saved(96) - kernels > 0.2 * weights
-    assert passes.seconds_saved(120) > 0 > passes.seconds_saved(480)
+    kernels = 2 * SECONDS_PER_LAYER
+
+    def saved(tokens: int, generations: int, rows: int) -> float:
+        shape = JoinedShape(None, 0, tokens, generations)  # type: ignore[arg-type]
+        return passes.seconds_saved(shape, rows)
+
+    assert saved(0, 0, 4) == pytest.approx(weights + kernels, rel=0.01)
+    for shape in ((24, 0, 1), (0, 24, 1), (0, 6, 4), (12, 3, 4)):
+        assert 0.7 * weights < saved(*shape) - kernels < 0.9 * weights
+    assert saved(0, 24, 4) - kernels > 0.2 * weights
+    assert saved(0, 0, 9) > saved(120, 0, 1) > 0 > saved(0, 120, 4) > saved(480, 120, 4)
+    assert saved(20, 0, 1) > saved(0, 20, 1), "a generation has logits, too"
 
 
 def test_a_pass_is_joined_once_that_has_paid_for_its_graph(target_dir: Path) -> None:
@@ -293,3 +312,50 @@ def test_prompts_wait_half_as_long_where_they_join(target_dir: Path, joins: bool
         num_steps += 1
     assert abs(num_steps - (4 if joins else 8)) <= 1
     executor.run_until_done()
+
+
+def test_few_sizes_where_there_is_room_for_their_rows(target_dir: Path) -> None:
+    """Else those of two passes. The graph that runs is the one that was paid for."""
+    executor = engine(target_dir, None, max_batch_size=40, max_num_tokens=48).executor
+    graphs = EagerGraphs(executor, CudaGraphConfig(context_tokens=[4, 8, 16, 32]))
+    graphs.joined.seconds_of_pass = 1.0
+    graphs.joined.context_tokens, graphs.joined.batch_sizes = frozenset({8, 32}), [4, 40]
+    requests = [executor.make_request([3] * 20, SamplingParams(4)) for _ in range(41)]
+
+    def sizes(prompt: int, count: int) -> tuple[int, int] | None:
+        batch = ScheduledBatch([ContextChunk(requests[0], 0, prompt)], requests[1 : count + 1])
+        shape = graphs._joined_shape(StepPlan(batch, num_drafts=0, draft_len=0))
+        return None if shape is None else (shape.prompts.num_tokens, shape.num_beside)
+
+    assert sizes(3, 3) == (8, 4) and sizes(9, 3) == (32, 4)
+    assert sizes(8, 5) == (8, 40)
+    assert sizes(9, 5) == (16, 8), "32 or 16 with 40 are too many"
+    assert sizes(9, 40) is None and sizes(33, 1) is None
+    del graphs.contexts[1]
+    assert sizes(3, 3) == (32, 4), "a shape may be dropped"
+
+
+def test_the_pass_that_was_paid_for_runs(target_dir: Path) -> None:
+    llm = engine(target_dir, None, max_batch_size=8, max_num_tokens=64)
+    graphs = EagerGraphs(llm.executor, CudaGraphConfig(context_tokens=[4, 8, 16, 32]))
+    graphs.joined.seconds_of_pass = 1.0
+    graphs.joined.context_tokens, graphs.joined.batch_sizes = frozenset({16, 32}), [8]
+    finished = [0]
+    run_both = graphs.run_both
+
+    def counting(plan: StepPlan) -> Any:
+        def finish() -> None:
+            finished[0] += 1
+            plan.finish_before()
+
+        return run_both(plan._replace(finish_before=finish))
+
+    graphs.run_both = counting  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    texts = [(prompt[:3], params) for prompt in random_prompts(4, 12)]
+    requests = run(llm, texts)
+    keys = [key for key in graphs._graphs if key.num_beside]
+    assert {(key.context_tokens, key.num_beside) for key in keys} == {(16, 8)}
+    assert {key for key in graphs._costs if key.num_beside} == set(keys) and finished[0] == 3
+    alone = engine(target_dir, None).generate([prompt for prompt, _ in texts], params)
+    assert [r.output_token_ids for r in requests] == [o.outputs[0].token_ids for o in alone]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,9 @@ class Pass:
     rows: int
     heads: tuple[int, int]
     dim: int
+    window: int | None = None
+    has_sinks: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         torch.manual_seed(len(self.texts) + self.dim)
@@ -58,11 +62,12 @@ class Pass:
         )
         q_heads, kv_heads = self.heads
         self.cache = torch.randn(LAYERS, 2, len(spans) * pages * PAGE, kv_heads, self.dim)
-        self.cache = self.cache.cuda().bfloat16()
+        self.cache = self.cache.to("cuda", self.dtype)
         self.qkv = self._weight(HIDDEN, (q_heads + 2 * kv_heads) * self.dim)
         self.o = self._weight(q_heads * self.dim, HIDDEN)
-        self.norm = RMSNorm(HIDDEN, 1e-5).cuda().bfloat16()
+        self.norm = RMSNorm(HIDDEN, 1e-5).to("cuda", self.dtype)
         self.norm.weight.fill_(1.0)
+        self.sinks = torch.randn(q_heads).to("cuda", self.dtype) if self.has_sinks else None
         self.rope = Rope(torch.randn(pages * PAGE, self.dim).cuda(), self.positions)
         last = torch.tensor([rows for _, rows in self.prompts]).cumsum(0) - 1
         self.tiles = tiles_on_device(last.cuda(), int(last[-1]) + 1, 128 // (q_heads // kv_heads))
@@ -70,24 +75,27 @@ class Pass:
     def _weight(self, columns: int, outputs: int) -> Linear:
         layer = Linear(columns, outputs, bias=False)
         layer.weight = nn.Parameter(torch.randn(outputs, columns) / columns**0.5, False)
-        return layer.cuda().bfloat16()
+        return layer.to("cuda", self.dtype)
 
     def run(self, hidden: Tensor, beside: bool) -> Tensor:
-        """Some layers' attention: each product reads what the one before wrote."""
+        """Some layers' attention: each product reads what the one before wrote. They share the
+        memory of its results, as the layers of a pass do."""
+        out = hidden.new_zeros(len(hidden), self.heads[0], self.dim)
         count, num_prompts = len(hidden) - len(self.texts) * self.rows, len(self.prompts)
         of_prompts = Tables(self.blocks, self.positions)
         of_generations = Tables(self.blocks[num_prompts:], self.positions[count:])
         for k, v in self.cache:
             to = CacheWrite(k, v, self.slots, scratch_slot=0)
-            cached = CachedLayer(k_slots=k, v_slots=v, page_size=PAGE)
+            cached = CachedLayer(
+                k_slots=k, v_slots=v, page_size=PAGE, window=self.window, sinks=self.sinks
+            )
             q = qkv_rope_and_write((hidden,), self.qkv, (self.norm,), self.rope, self.heads[0], to)
-            out = torch.zeros_like(q)
             context_attention(
                 q, cached, of_prompts, self.tiles, 128 * self.heads[1] // self.heads[0], out
             )
             some = q[count:], cached, of_generations, self.rows
             if beside:
-                paged_attention(*some, out[count:])
+                paged_attention(*some, out[count:], is_beside=True)
             else:
                 out[count:] = paged_attention(*some)
             hidden = linear((out.flatten(1),), self.o, residual=hidden)
@@ -105,12 +113,13 @@ class Pass:
         ([(0, 400)], [60] * 70, 2),
     ],
 )
+@pytest.mark.parametrize("options", [{}, {"window": 48, "has_sinks": True}, {"dtype": torch.half}])
 def test_says_what_it_says_by_itself(
     heads: tuple[int, int], dim: int, prompts: list[tuple[int, int]], texts: list[int], rows: int,
-    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """In graphs, where each kernel may start before the one in front of it has ended."""
-    case, calls = Pass(prompts, texts, rows, heads, dim), list[bool]()
+    case, calls = Pass(prompts, texts, rows, heads, dim, **options), list[bool]()
     clusters = csrc_kernels.attend_clusters
 
     def recording(*args: object) -> None:
@@ -118,7 +127,7 @@ def test_says_what_it_says_by_itself(
         clusters(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(csrc_kernels, "attend_clusters", recording)
-    hidden = torch.zeros(len(case.positions), HIDDEN, device="cuda", dtype=torch.bfloat16)
+    hidden = torch.zeros(len(case.positions), HIDDEN, device="cuda", dtype=case.dtype)
     graphs, outs = [], []
     for beside in (False, True):
         case.run(hidden, beside)

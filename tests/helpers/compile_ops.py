@@ -172,6 +172,7 @@ def step() -> dict[str, Any]:
         (triton_packing.pack_rows, certain, ints(GENERATIONS, K), chances, rows, 3),
         (triton_probability.best_probabilities, drafts_logits),
         (triton_rows.draft_step, meta, accepted, longs(GENERATIONS, K + 1), 4),
+        (triton_rows.draft_steps, meta, longs(GENERATIONS), 4, 3),
         (
             *(triton_rows.gather_step_inputs, certain, ints(SLOTS, K + 1), past, sampling),
             *(tables, 16, K + 1, 40),

@@ -513,6 +513,33 @@ def test_draft_step(seed: int, num_seqs: int, rows: int) -> None:
 
 
 @CASES
+@given(SEEDS, st.integers(1, 5), st.integers(1, 4))
+def test_draft_steps(seed: int, num_seqs: int, count: int) -> None:
+    rng = random.Random(seed)
+    max_seq_len = rng.randint(1, 24)
+    tables, pages = _tables(rng, num_seqs)
+    groups = tuple(KVGroup(*(torch.zeros(1, 2, page, 1, 1) for _ in "kv")) for page in pages)
+    meta = AttentionMetadata(
+        context_lens=(3,), context_starts=(2,), num_generations=num_seqs, rows_per_generation=4,
+        position_ids=ints([], torch.int64), kv_lens=ints([]), max_kv_len=7, kv_groups=groups,
+        block_tables=tables, slot_mappings=(), max_seq_len=max_seq_len, derived={"old": 1},
+    )  # fmt: skip
+    starts = [rng.randint(0, max_seq_len + 2) for _ in range(num_seqs)]
+    apart = ints([[start, -1] for start in starts], torch.int64).view(num_seqs, 2)[:, 0]
+    steps = run("draft_steps", meta, apart, 5, count)
+    assert len(steps) == count
+    for i, step in enumerate(steps):
+        assert step.num_contexts == 0 and step.context_starts == () and step.derived == {}
+        assert (step.num_generations, step.rows_per_generation) == (num_seqs, 1)
+        assert step.max_kv_len == min(12, max_seq_len)
+        for b, start in enumerate(starts):
+            position = start + i if start + i < max_seq_len else 0
+            assert step.position_ids[b] == position and step.kv_lens[b] == position + 1
+            for table, page, own in zip(tables, pages, step.slot_mappings, strict=True):
+                assert own[b] == _slot(table, b, start + i, page, max_seq_len)
+
+
+@CASES
 @given(SEEDS, st.integers(1, 4), st.integers(0, 3))
 def test_gather_context_inputs(seed: int, num_contexts: int, num_unused: int) -> None:
     """Contexts of random lengths, rows and contexts behind them that are none."""

@@ -43,13 +43,13 @@ WIDE = 256
 
 
 def attend(
-    queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer, rows: int, beside: bool
+    queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer, rows: int, is_beside: bool
 ) -> bool:
     """Writes the attention of generations' rows into `queries.out` if the kernel serves them.
 
     Args:
         rows: of each request, or at most where the tables have `starts`.
-        beside: the kernel just launched attends other rows: this one runs beside it.
+        is_beside: as of `triton_generations.paged_attention`.
 
     Returns:
         Whether it does.
@@ -61,7 +61,7 @@ def attend(
     keys = tables.blocks.shape[1] * layer.page_size
     for cluster in (best_cluster(layer, groups, rows), *larger(layer)):
         if keys <= cluster.most_keys and (groups < MANY_GROUPS or cluster.size <= 2):
-            attend_clusters(module, queries, cached, tables, layer, rows, cluster, beside)
+            attend_clusters(module, queries, cached, tables, layer, rows, cluster, is_beside)
             return True
     return False
 
@@ -113,11 +113,11 @@ def is_readable(x: Tensor) -> bool:
 
 def attend_clusters(
     module: Any, queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer, rows: int,
-    cluster: Cluster, beside: bool = False,
+    cluster: Cluster, is_beside: bool = False,
 ) -> None:  # fmt: skip
     """`attend`, by a cluster of thread blocks for each group."""
     module.attend_clusters(
         queries.q, cached.k_slots, cached.v_slots, tables.blocks, tables.positions, tables.starts,
         rows, layer.page_size, layer.window, queries.scale, queries.sinks, cluster.size,
-        cluster.warps, beside, queries.out,
+        cluster.warps, is_beside, queries.out,
     )  # fmt: skip

@@ -61,10 +61,14 @@ class TritonAttention(TorchAttention):
     def _write_generation(
         self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer, out: Tensor
     ) -> None:
-        """`_generation`, into `out`: without a copy where one kernel serves all rows."""
+        """`_generation`, into `out`, just after the contexts' attention.
+
+        Where one kernel serves all rows there is no copy, and it may run beside that.
+        """
         rows = meta.rows_per_generation
         if rows <= most_rows(q, cached):
-            paged_attention(q, *self._tables_of_generations(meta, cached), rows, out)
+            cached, tables = self._tables_of_generations(meta, cached)
+            paged_attention(q, cached, tables, rows, out, is_beside=True)
         else:
             out.copy_(self._generation(q, meta, cached))
 

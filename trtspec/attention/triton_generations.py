@@ -55,8 +55,9 @@ def most_rows(q: Tensor, cached: CachedLayer) -> int:
 
 
 def paged_attention(
-    q: Tensor, cached: CachedLayer, tables: Tables, rows: int, beside: Tensor | None = None
-) -> Tensor:
+    q: Tensor, cached: CachedLayer, tables: Tables, rows: int,
+    out: Tensor | None = None, is_beside: bool = False,
+) -> Tensor:  # fmt: skip
     """Returns the attention of generation rows over a paged cache, of the shape of `q`.
 
     Args:
@@ -66,13 +67,14 @@ def paged_attention(
             those past the maximum length are at 0. The kernel that runs just before may write keys
             at most 64 before a request's first row; older ones may be read before it ends.
         rows: of each request, or at most where the tables have `starts`.
-        beside: where to write it, of the shape of `q`, if the kernel just launched is attention of
-            the pass's prompts, of the same keys; by default a new tensor.
+        out: where to write it, of the shape of `q`; by default a new tensor.
+        is_beside: the kernel just launched is attention of other rows of the pass. It writes
+            nothing that this reads, so this may run beside it.
     """
     num_seqs, table_width = tables.blocks.shape
-    out = torch.empty_like(q) if beside is None else beside
+    out = torch.empty_like(q) if out is None else out
     layer, queries = kernel_arguments(q, cached, out)
-    if csrc_kernels.attend(queries, cached, tables, layer, rows, beside is not None):
+    if csrc_kernels.attend(queries, cached, tables, layer, rows, is_beside):
         return out
     pairs, tile = num_seqs * layer.kv_heads, triton.next_power_of_2(rows * layer.per_kv)
     block_n, programs = _cut(pairs, padded_dim(layer.dim), q.dtype)

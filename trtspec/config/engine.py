@@ -190,7 +190,8 @@ class EngineConfig:
             free. For throughput: fewer steps are slowed by prompts. 1 starts each at once. "auto"
             lets them wait where more wait than slots are free, until the slots have been free for
             as long as a pass over prompts delays all others. For GPUs, where such a pass takes
-            about a step. None is "auto" in an `LLM` on CUDA, else 1.
+            about a step, or half of one with the generations in it. None is "auto" in an `LLM` on
+            CUDA, else 1.
         disable_overlap_scheduler: None overlaps the host's work with the device's on CUDA and not
             on CPU, where there is nothing to overlap; True and False decide.
         cuda_graph_config: on CUDA a generation step is one graph; None runs it eagerly.

@@ -30,7 +30,13 @@ from ..acceptance.draw import DraftSampler
 from ..errors import ConfigError
 from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
-from ..ops.step.rows import draft_step, finish_drafts, gather_rows, shift_for_drafting
+from ..ops.step.rows import (
+    draft_step,
+    draft_steps,
+    finish_drafts,
+    gather_rows,
+    shift_for_drafting,
+)
 from .base import SpecWorkerBase
 from .heads import (
     draft_source,
@@ -55,6 +61,7 @@ class DraftChain:
     proposals: tuple[Tensor, ...]  # each [B] int32
     sampler: DraftSampler | None = None
     fixed_meta: AttentionMetadata | None = None  # of all passes, if positions do not advance
+    next_metas: tuple[AttentionMetadata, ...] = ()  # of the passes still to run, if they advance
 
     def draft_tokens(self, max_draft_len: int) -> Tensor:
         """Returns the drafts [B, K] int32, -1 past the maximum length and where no pass ran."""
@@ -124,6 +131,10 @@ class Eagle3OneModelWorker(SpecWorkerBase):
                 meta.rows_per_generation,
             )
         first = FirstRows(ids, rows, positions)
+        further, next_metas = inputs.step.draft_len - 1, ()
+        if further > 0 and model.advances_positions:
+            # The row of pass 1 is at the last accepted token's position, and reads the token after.
+            next_metas = draft_steps(meta, positions, self.max_draft_len, further)
         if not model.advances_positions:
             (last,) = gather_rows(rows, hidden_states)
             projected = model.project_target_hidden(last)
@@ -139,23 +150,17 @@ class Eagle3OneModelWorker(SpecWorkerBase):
             proposals=(),
             sampler=self.draft_sampler(inputs),
             fixed_meta=fixed_meta,
+            next_metas=next_metas,
         )
         return self._propose(chain, proposing)
 
     def next_pass(self, chain: DraftChain) -> DraftChain:
         """Runs the next pass, one row per request: the last proposal with the last feedback."""
-        passes = len(chain.proposals)
-        if chain.fixed_meta is not None:
-            ids, meta = chain.proposals[-1], chain.fixed_meta
-        else:
-            # The row of pass 1 is at the last accepted token's position, and reads the token after.
-            ids, meta = draft_step(
-                chain.meta,
-                chain.proposals[-1][:, None],
-                chain.positions[:, None],
-                self.max_draft_len,
-                advance=passes - 1,
-            )
+        passes, ids = len(chain.proposals), chain.proposals[-1]
+        meta = chain.fixed_meta
+        if meta is None:
+            meta, *rest = chain.next_metas
+            chain = replace(chain, next_metas=tuple(rest))
         out, feedback = both_outputs(
             chain.model(ids, meta.position_ids, chain.hidden, meta, step=passes)
         )

@@ -174,7 +174,7 @@ __device__ inline void attend_keys(const AttendParams& p, const Group& group, co
   int fetched = 0;
   const int old = group.position - kNewKeys;  // keys before it are older than the previous kernel
   while (fetched < kStages && own.first + fetched * own.apart + kTileKeys <= old) fetch(fetched++);
-  // The previous kernel has waited, or this one had not started: what was before it is done.
+  // Beside the previous kernel: that has waited before this one could start, so all before it is done.
   if (!p.is_beside) wait_for_previous();
   let_next_start();
   uint32_t q[kTiles][kDim / 16][4];

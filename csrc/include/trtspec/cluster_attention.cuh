@@ -47,7 +47,8 @@ __global__ void __launch_bounds__(
   const Group group = group_of(p, number / p.kv_heads, number % p.kv_heads);
   const int blocks = (group.end - group.first + kBlockKeys - 1) / kBlockKeys;
   const int active = Cluster<kSize, kWarps>::active(blocks);
-  // The next kernel starts when all blocks have let it or are gone: rank 0 has waited by then.
+  // The next kernel starts when all blocks have let it or are gone: rank 0 has waited by then, or will
+  // before it ends.
   if (rank >= active) return;
   const Keys keys = {group.first + (rank * kWarps + warp) * kTileKeys, active * kWarps * kTileKeys,
                      group.end};
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(
       if (column == 0) stats[pair] = {of_block.best, of_block.total};
     }
   }
-  if (p.is_beside) wait_for_previous();  // so that the next kernel, waiting for this one, waits for both
+  if (p.is_beside) wait_for_previous();  // who waits for this kernel has waited for that one, too
   if (active == 1) return;
   const auto cluster = cooperative_groups::this_cluster();
   const int each = (items + active - 1) / active;

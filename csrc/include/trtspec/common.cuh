@@ -33,8 +33,12 @@ __device__ inline float from_float<float>(float x) {
 
 // Programmatic dependent launch. A kernel may start while the one before it still runs; before
 // `wait_for_previous` it may only read what no kernel writes (weights) or what is older than that
-// kernel. `let_next_start` comes after that, always: so at most two kernels of a chain overlap, and
-// when a kernel has waited, everything before it is done.
+// kernel. `let_next_start` comes after that: so at most two kernels of a chain overlap, and when a kernel
+// has waited, everything before it is done.
+//
+// One kernel waits at its end (cluster_attention with `is_beside`), and three overlap. The one before it
+// must wait first, in every block, and write nothing that it reads. The one after it may read neither's
+// output, nor what they read, before it has waited itself.
 __device__ inline void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -125,7 +125,7 @@ __device__ inline void scale_rows(uint32_t (&a)[4], const char* weights, float o
 
 // Whether a thread has registers for the fragments of all steps, beside its sums.
 __host__ __device__ constexpr bool has_registers(int blocks, int outs, int stages) {
-  return stages * (16 * blocks + outs) <= (blocks == 1 ? 288 : blocks * outs <= 64 ? 320 : 0);
+  return blocks == 1 ? stages * (16 + outs) <= 288 : blocks * outs == 64 && stages == 5;
 }
 
 // n and, if gated, n / 2 multiples of 16 and 8. kNorms: 0 or 1 of one input, or one for each of two.

@@ -158,9 +158,12 @@ class ContextInputs:
         self._buffers = PinnedBuffers()
         self.fill([])
 
+    def fits(self, num_tokens: int, num_chunks: int) -> bool:
+        """Whether it has room for as many parts of prompts, of as many tokens together."""
+        return num_tokens <= self.num_tokens and num_chunks <= self.num_contexts
+
     def holds(self, chunks: Sequence[ContextChunk]) -> bool:
-        tokens = sum(chunk.num_tokens for chunk in chunks)
-        return tokens <= self.num_tokens and len(chunks) <= self.num_contexts
+        return self.fits(sum(chunk.num_tokens for chunk in chunks), len(chunks))
 
     def fill(self, chunks: Sequence[ContextChunk]) -> None:
         """Sends what a pass over these chunks reads. Without chunks all rows are padding."""

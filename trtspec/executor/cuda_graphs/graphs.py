@@ -38,7 +38,7 @@ from .context_inputs import ContextInputs, most_worth_capturing
 from .generation_inputs import GenerationInputs
 from .graph_key import GraphKey
 from .graph_recorder import GraphPart, GraphRecorder, HostPart, launch_parts
-from .joined_passes import JoinedPasses
+from .joined_passes import JoinedPasses, JoinedShape
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,8 @@ class CudaGraphs:
     # -- prompts -----------------------------------------------------------------------------------
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
         """Returns the smallest captured shape that holds these parts of prompts, if any does."""
-        return next((inputs for inputs in self.contexts if inputs.holds(chunks)), None)
+        tokens, count = sum(chunk.num_tokens for chunk in chunks), len(chunks)
+        return next((inputs for inputs in self.contexts if inputs.fits(tokens, count)), None)
 
     def run_contexts(self, inputs: ContextInputs, plan: StepPlan) -> PartialLaunch | None:
         """Runs one pass over parts of prompts alone. The launch before is finished.
@@ -201,20 +202,24 @@ class CudaGraphs:
         return self._seconds[key]
 
     # -- prompts and generations -------------------------------------------------------------------
-    def _shape_of_both(self, plan: StepPlan) -> ContextInputs | None:
-        """Returns the shape of a pass over parts of prompts and generations, if one holds them.
+    def _joined_shape(self, plan: StepPlan) -> JoinedShape | None:
+        """Returns what a pass over parts of prompts and generations has room for.
 
-        It is one of the few sizes of joined passes where there is room, for captured states too.
+        It has few sizes where there is room for their rows, else those of two passes. None: no pass
+        holds them.
         """
-        chunks, count = plan.batch.contexts, len(plan.batch.generations)
-        apart = self.shape_for(chunks)
-        if apart is None or self.bucket(count) is None:
+        count, rows = len(plan.batch.generations), self.step.shape.max_draft_len + 1
+        apart, bucket = self.shape_for(plan.batch.contexts), self.bucket(count)
+        if apart is None or bucket is None:
             return None
-        room = self.max_num_tokens
-        room -= self.joined.size_for(count) * (self.step.shape.max_draft_len + 1)
         few = (one for one in self.contexts if one.num_tokens in self.joined.context_tokens)
-        of_few = next((one for one in few if one.holds(chunks)), apart)
-        return next((one for one in (of_few, apart) if one.num_tokens <= room), None)
+        larger = next((one for one in few if one.num_tokens >= apart.num_tokens), apart)
+        size = self.joined.size_for(count)
+        for inputs, beside in ((larger, size), (apart, size), (apart, bucket)):
+            if inputs.num_tokens + beside * rows <= self.max_num_tokens:  # for captured states, too
+                unused = inputs.num_tokens - apart.num_tokens, beside - bucket
+                return JoinedShape(inputs, beside, *unused)
+        return None
 
     def pays_to_join(self, plan: StepPlan) -> bool:
         """Whether parts of prompts and generations had better be one pass, which reads the weights
@@ -223,48 +228,34 @@ class CudaGraphs:
         So it is where the pass has a graph, or once two passes have cost as much as its capture;
         never where its padding costs more than it saves.
         """
-        shape = self._shape_of_both(plan) if self._may_join else None
+        shape = self._joined_shape(plan) if self._may_join else None
         if shape is None:
             return False
-        key, saved = self._key_of_both(plan, shape), self._seconds_saved(plan, shape)
+        key, saved = _joined_key(plan, shape), self.joined.seconds_saved(shape, plan.num_drafts + 1)
         if saved <= 0 or key in self._graphs:
             return saved > 0
         return self._add_cost(key, saved) and self._has_spare_memory()
-
-    def _seconds_saved(self, plan: StepPlan, shape: ContextInputs) -> float:
-        """Returns what one pass of this shape, in place of two, saves by estimate."""
-        batch = plan.batch
-        apart, bucket = self.shape_for(batch.contexts), self.bucket(len(batch.generations))
-        assert apart is not None and bucket is not None
-        padding = self.joined.size_for(len(batch.generations)) - bucket
-        rows = padding * (plan.num_drafts + 1) + shape.num_tokens - apart.num_tokens
-        return self.joined.seconds_saved(rows)
 
     def _has_spare_memory(self) -> bool:
         """Whether a graph that could be done without leaves enough for those that could not."""
         return torch.cuda.mem_get_info(self.device)[0] > SPARE_BYTES
 
-    def _key_of_both(self, plan: StepPlan, shape: ContextInputs) -> GraphKey:
-        """Returns the key of a pass over parts of prompts and generations."""
-        size = self.joined.size_for(len(plan.batch.generations))
-        return GraphKey.of_contexts(plan, shape)._replace(num_beside=size)
-
     def run_both(self, plan: StepPlan) -> PartialLaunch | None:
         """Runs one pass over parts of prompts and generations, once the launch before is finished.
 
-        Returns None if no shape holds them, or there is no memory to capture it. Then no further
-        one is.
+        Returns None if no shape holds them, or if there is no memory to capture it. After that no
+        further pass is joined.
         """
         chunks, requests = plan.batch.contexts, plan.batch.generations
-        shape = self._shape_of_both(plan)
+        shape = self._joined_shape(plan)
         if shape is None:
             return None
         plan.finish_before()
-        key = self._key_of_both(plan, shape)
+        key, inputs = _joined_key(plan, shape), shape.prompts
         keys = [key, GraphKey.of_missed(key.num_beside)] if plan.reads_missed else [key]
         try:
             for missing in [one for one in keys if one not in self._graphs]:
-                shape.fill([])
+                inputs.fill([])
                 self._graphs[missing] = self._capture(missing)
         except GraphMemoryError as error:
             logger.warning("Prompts and generations stay two passes where memory ends: %s", error)
@@ -273,10 +264,10 @@ class CudaGraphs:
         rows = self.inputs.rows_to_send(requests, key.num_beside)
         if rows is not None:
             self.inputs.send(rows)
-        shape.fill(chunks)
+        inputs.fill(chunks)
         for missed in keys[1:]:
             self._replay_whole(missed)
-        first = shape.num_contexts
+        first = inputs.num_contexts
         launch = self._replay(key, None, plan.host_part)
         launch.rows = [*range(len(chunks)), *range(first, first + len(requests))]
         return launch
@@ -506,3 +497,8 @@ class CudaGraphs:
             if key.num_beside:
                 inputs = inputs.followed_by(self.inputs.step_inputs(key.num_beside, *kind))
         return replace(inputs, num_logprobs=key.num_logprobs, shapes_logits=key.shapes_logits)
+
+
+def _joined_key(plan: StepPlan, shape: JoinedShape) -> GraphKey:
+    """Returns the key of a pass over parts of prompts and generations."""
+    return GraphKey.of_contexts(plan, shape.prompts)._replace(num_beside=shape.num_beside)

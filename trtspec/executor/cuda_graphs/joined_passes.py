@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ...models.decoder import Decoder
-from ...ops.launch.machine import BYTES_PER_SECOND, SECONDS_PER_LAYER
-from .context_inputs import seconds_of_row
+from ...ops.launch.machine import BYTES_PER_SECOND, FLOPS, SECONDS_PER_LAYER
+from .context_inputs import ContextInputs, seconds_of_row
 
-SHARE_OF_PROMPTS, SHARE_OF_GENERATIONS = 0.1, 0.2
+SHARE_OF_PROMPTS, SHARE_OF_GENERATIONS = 0.15, 0.2
 """Of what a joined pass saves: what the padding of its prompts and of its generations may cost.
 
-There are more sizes of generations, and any of them may meet any prompt."""
+There are more sizes of generations, and any of them may meet any prompt.
+"""
+MOST_TIMES = 4
+"""The most times as many as there are that a size may have room for, where there are more sizes:
+attention is cut by how many requests a graph has room for."""
 
 
 def seconds_of_pass(target: Decoder) -> float:
@@ -22,6 +27,15 @@ def seconds_of_pass(target: Decoder) -> float:
     modules = target.layers, target.lm_head
     read = {id(weight): weight.nbytes for module in modules for weight in module.parameters()}
     return sum(read.values()) / BYTES_PER_SECOND + len(target.layers) * SECONDS_PER_LAYER
+
+
+class JoinedShape(NamedTuple):
+    """What a joined pass has room for, and how much more that is than two passes would have."""
+
+    prompts: ContextInputs
+    num_beside: int  # generations
+    unused_tokens: int
+    unused_generations: int
 
 
 class JoinedPasses:
@@ -37,28 +51,44 @@ class JoinedPasses:
         self, target: Decoder, batch_sizes: Sequence[int], context_tokens: Sequence[int], rows: int
     ):
         self.seconds_of_pass = seconds_of_pass(target)
-        self._seconds_of_row = seconds_of_row(target)
-        most = self.seconds_of_pass / self._seconds_of_row  # rows
-        self.batch_sizes = _sparse(batch_sizes, SHARE_OF_GENERATIONS * most / rows)
-        self.context_tokens = frozenset(_sparse(context_tokens, SHARE_OF_PROMPTS * most))
+        self._seconds_of_token = seconds_of_row(target)
+        logits = 2 * sum(weight.numel() for weight in target.lm_head.parameters()) / FLOPS
+        self._seconds_of_row = self._seconds_of_token + logits
+        tokens = SHARE_OF_PROMPTS * self.seconds_of_pass / self._seconds_of_token
+        generations = SHARE_OF_GENERATIONS * self.seconds_of_pass / self._seconds_of_row / rows
+        self.context_tokens = frozenset(_sparse(context_tokens, tokens))
+        self.batch_sizes = _sparse(batch_sizes, generations, least_times=2)
 
     def size_for(self, count: int) -> int:
         """Returns the smallest size that holds `count` generations: there is one."""
         return next(size for size in self.batch_sizes if size >= count)
 
-    def seconds_saved(self, padding: int) -> float:
+    def seconds_saved(self, shape: JoinedShape, rows: int) -> float:
         """Returns what one pass in place of two saves, by estimate. It may be below zero.
 
         Args:
-            padding: rows that it has more than the two.
+            rows: of a generation.
         """
-        return self.seconds_of_pass - padding * self._seconds_of_row
+        padding = shape.unused_tokens * self._seconds_of_token
+        return (
+            self.seconds_of_pass
+            - padding
+            - (shape.unused_generations * rows * self._seconds_of_row)
+        )
 
 
-def _sparse(sizes: Sequence[int], most: float) -> list[int]:
-    """Returns some of ascending sizes: each size is one, or one is at most `most` larger."""
+def _sparse(sizes: Sequence[int], most_unused: float, least_times: int = 1) -> list[int]:
+    """Returns some of these ascending sizes, the largest among them.
+
+    Any other size has a larger one among them. That is larger by `most_unused` at most and by less
+    than `MOST_TIMES` times, or by less than `least_times` times.
+    """
     kept: list[int] = []
     for size in reversed(sizes):
-        if not kept or kept[0] - size > most:
+        if not kept:
+            kept = [size]
+        elif kept[0] >= least_times * size and (
+            kept[0] - size > most_unused or kept[0] >= MOST_TIMES * size
+        ):
             kept.insert(0, size)
     return kept

@@ -13,11 +13,11 @@ LAUNCH_SECONDS_PER_LAYER = 0.75e-3
 LAUNCH_SECONDS_PER_LAYER_FP8 = 0.9e-3
 """The same where activations are rounded to FP8: rounding and rescaling are further kernels."""
 
-SECONDS_PER_LAYER = 17e-6
+SECONDS_PER_LAYER = 13e-6
 """What a layer's kernels take in a captured pass beyond their bytes, however few rows there are.
 
-Of SmolLM2's shape a pass over prompts took 6 to 20 µs a layer less with generations in it than both
-took apart (one H200).
+Of SmolLM2's shape a pass over prompts and generations took 6 to 25 µs a layer less than both took
+apart (one H200).
 """
 
 BYTES_PER_SECOND = 4.3e12

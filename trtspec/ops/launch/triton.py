@@ -33,7 +33,8 @@ def after_previous(PDL: tl.constexpr):
 
     Every block must call it, or the next kernel could start before earlier ones are done. Data that
     is older than the kernel before may be read earlier, past L1 (".cg"): that kernel has waited too
-    before it let this one start.
+    before it let this one start. (But for attention that runs beside another kernel: csrc's
+    common.cuh.)
     """
     if PDL:
         gdc_wait()

@@ -316,6 +316,21 @@ def draft_step(
     return ids, draft_step_metadata(meta, positions + advance, extra_kv)
 
 
+@twin(_KERNELS)
+def draft_steps(
+    meta: AttentionMetadata, positions: Tensor, extra_kv: int, count: int
+) -> tuple[AttentionMetadata, ...]:
+    """Prepares draft passes of one row per request, which follow one another.
+
+    Args:
+        positions: [B] int64, of the first pass (any, guarded here). Each further one is one on.
+        extra_kv: how far the rows may lie beyond `meta.max_kv_len` at most.
+        count: of passes, at least 1.
+    """
+    passes = range(count)
+    return tuple(draft_step_metadata(meta, positions[:, None] + i, extra_kv) for i in passes)
+
+
 def gather_rows(rows: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
     """Gathers rows [G] int64 of each of states [T, H], whose rows are contiguous: [G, H] each.
 

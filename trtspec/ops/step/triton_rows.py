@@ -373,6 +373,72 @@ def draft_step(
     return ids, meta.for_rows(guarded.view(positions.shape), slots, extra_kv, lens)
 
 
+ALIGNED = 4
+"""Numbers that a pass's own begin at a multiple of, of 32 bits: kernels are compiled for pointers
+that begin at 16 bytes, and again for others."""
+
+
+def draft_steps(
+    meta: AttentionMetadata, positions: Tensor, extra_kv: int, count: int
+) -> tuple[AttentionMetadata, ...]:
+    """Prepares draft passes of one row per request in one launch."""
+    num_seqs = positions.shape[0]
+    width = triton.cdiv(num_seqs, ALIGNED) * ALIGNED
+    page_sizes = tuple(group.page_size for group in meta.kv_groups)
+    groups = KvGroups.of(meta.block_tables, page_sizes, count * width)
+    out = _StepOutputs(
+        positions=ints(positions, count * width),
+        lens=ints(positions, count * width, dtype=torch.int32),
+        ids=None,
+    )
+    _steps_kernel[(triton.cdiv(num_seqs, BLOCK), count)](
+        positions,
+        positions.stride(0),
+        groups,
+        out,
+        num_seqs,
+        width,
+        meta.max_seq_len,
+        BLOCK=BLOCK,
+        **dependent_launch(positions),
+    )
+    at = [slice(i * width, i * width + num_seqs) for i in range(count)]
+    return tuple(
+        meta.for_rows(
+            out.positions[one].view(-1, 1),
+            tuple(slots[one] for slots in groups.slots),
+            extra_kv,
+            out.lens[one],
+        )
+        for one in at
+    )
+
+
+@triton.jit
+def _steps_kernel(
+    position_ptr,
+    position_stride,
+    groups,
+    out,
+    num_seqs,
+    width,
+    max_seq_len,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    after_previous(PDL)
+    seq = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = seq < num_seqs
+    position = tl.load(position_ptr + seq * position_stride, mask=mask, other=0).to(tl.int64)
+    position += tl.program_id(1)
+    inside = mask & (position < max_seq_len)
+    position = tl.where(inside, position, 0)
+    index = tl.program_id(1).to(tl.int64) * width + seq
+    tl.store(out.positions + index, position, mask=mask)
+    tl.store(out.lens + index, (position + 1).to(tl.int32), mask=mask)
+    store_slots(groups, seq, index, position, inside, mask)
+
+
 def save_step(
     slot_ids: Tensor,
     position_ids: Tensor,
