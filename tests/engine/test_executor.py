@@ -640,6 +640,7 @@ def test_host_drafting_says_once_that_it_cannot_overlap(
         ([1, VOCAB], rf"token 1 is {VOCAB}.*0 … {VOCAB - 1}"),
         ([-1], "token 0 is -1"),
         ([1, "a"], "'a', not an int"),
+        ([5, True], "token 1 is True, not an int"),
         (list(range(64)), "64 tokens; max_seq_len=64"),
         (list(range(40)), "max_num_tokens=32.*enable_chunked_prefill"),
     ],

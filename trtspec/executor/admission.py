@@ -162,9 +162,12 @@ def _checked_ids(ids: Sequence[int], vocab: int) -> list[int]:
         packed = array("q")
     values = np.frombuffer(packed, dtype=np.int64)
     if 0 < len(values) == len(tokens) and values.min() >= 0 and values.max() < vocab:
-        return packed.tolist()
+        if not any(isinstance(tokens[i], bool) for i in np.flatnonzero(values <= 1)):
+            return packed.tolist()
     for position, token in enumerate(tokens):
         try:
+            if isinstance(token, bool):
+                raise TypeError
             tokens[position] = operator.index(token)
         except TypeError:
             raise RequestError(f"Prompt token {position} is {shown(token)}, not an int.") from None

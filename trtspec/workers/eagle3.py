@@ -131,7 +131,8 @@ class Eagle3OneModelWorker(SpecWorkerBase):
                 meta.rows_per_generation,
             )
         first = FirstRows(ids, rows, positions)
-        further, next_metas = inputs.step.draft_len - 1, ()
+        further = inputs.step.draft_len - 1
+        next_metas: tuple[AttentionMetadata, ...] = ()
         if further > 0 and model.advances_positions:
             # The row of pass 1 is at the last accepted token's position, and reads the token after.
             next_metas = draft_steps(meta, positions, self.max_draft_len, further)
