@@ -6,10 +6,11 @@ import asyncio
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from .api.text_stream import TextStream
 from .config import DecodingBaseConfig
+from .errors import EngineError
 from .executor.request import Request
 from .frontend.async_front import ENGINE_CALLS, AsyncFront, EngineFacts, check_queue
 from .frontend.engine_thread import Bell, EngineThread, Feed, LoopPort
@@ -87,7 +88,14 @@ class AsyncLLM(AsyncFront):
         self._engine.stop()
         self.llm.shutdown()
 
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            "An AsyncLLM holds a device's memory and threads: make another, not a copy."
+        )
+
     async def __aenter__(self) -> AsyncLLM:
+        if self.failure is not None:
+            raise EngineError(self.failure)
         return self
 
     async def __aexit__(self, *_: object) -> None:

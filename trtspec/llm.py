@@ -190,7 +190,8 @@ class LLM(NamesAttributes):
         """
         if isinstance(prompt, list | tuple) and prompt and all(isinstance(p, str) for p in prompt):
             raise RequestError(
-                f"generate_stream takes one prompt, not {len(prompt)}: open a stream for each."
+                f"generate_stream takes one prompt, not a list of {len(prompt)}: give the text "
+                "itself, and open a stream for each."
             )
         (params,) = _params_per_prompt(sampling_params, 1)
         text, ids = self.inputs.tokenize(prompt)

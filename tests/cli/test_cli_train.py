@@ -13,6 +13,7 @@ from guided import save_tokenizer
 from matrix import full
 from safetensors.torch import load_file
 from tiny import tiny_model_dir
+from transformers import AutoTokenizer
 from unrolled import F32, load_target
 
 from trtspec import cli
@@ -97,6 +98,7 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
         (["mtp", "--self-generate", "3", "--format", "speculators"], "allowed: raw"),
         (["eagle3", "--self-generate", "3", "--length", "100000"], "--length 100000"),
         (["eagle3", "--self-generate", "3", "--learning-rate", "-1"], "learning_rate"),
+        (["eagle3", "--self-generate", "3", "--learning-rate", "1e300"], "learning_rate"),
         (["eagle3", "--self-generate", "3", "--epochs", "inf"], "--epochs inf"),
         (["eagle3", "--self-generate", "3", "--epochs", "1e308"], "--epochs 1e+308"),
         (["eagle3", "--self-generate", "3", "--position-weights", "d-pace"], "not for eagle3"),
@@ -233,11 +235,12 @@ def _write_texts(path: Path, count: int = 12) -> Path:
     return path
 
 
-def _train(target: Path, out: Path, text: Path, *more: str) -> list[str]:
+def _train(target: Path, out: Path, text: Path | None, *more: str) -> list[str]:
     """Returns a command that trains a head in a moment."""
+    data = [] if text is None else ["--data", str(text)]
     small = ["--length", "64", "--steps", "2", "--batch-size", "2", "--unroll", "2"]
     train = ["train", "eagle3", "--target", str(target), "--capture-layers", "0,1,2", *small]
-    return [*train, "--device", "cpu", "--out", str(out), "--data", str(text), *more]
+    return [*train, "--device", "cpu", "--out", str(out), *data, *more]
 
 
 def test_an_earlier_head_keeps_its_rotation_and_norms(tmp_path: Path, capsys: Captured) -> None:
@@ -323,3 +326,60 @@ def test_an_out_that_cannot_be_a_directory_is_refused_first(
 def test_steps_stand_in_for_epochs(tmp_path: Path) -> None:
     options = TrainOptions(kind="eagle3", out=tmp_path, epochs=math.inf, max_steps=5)
     assert train_config(options, 100, NewHead()).max_steps == 5
+
+
+def test_text_that_was_trained_on_does_not_grow(tmp_path: Path, capsys: Captured) -> None:
+    """Else the run could not go on. It is said, and the run goes on."""
+    target, out, asked = _tiny_target(tmp_path), tmp_path / "out", tmp_path / "asked.txt"
+    asked.write_text("".join(f"question {i}\n" for i in range(20)))
+    train = _train(target, out, None, "--prompts", str(asked), "--max-answer", "8",
+                   "--max-batch-size", "4", "--self-written", "0")  # fmt: skip
+    assert cli.main([*train, "--self-generate", "4"]) == 0, capsys.readouterr().err
+    text = (out / "text.jsonl").read_bytes()
+    for more in (["--self-generate", "8"], ["--self-generate", "4"]):
+        assert cli.main([*train, *more]) == 0
+        error = " ".join(capsys.readouterr().err.split())
+        assert "text.jsonl stays as it is" in error and "is trained" in error
+    assert cli.main([*train, "--self-generate", "8", "--learning-rate", "0.01"]) == 2
+    assert (out / "text.jsonl").read_bytes() == text
+
+
+def test_an_earlier_head_is_part_of_a_run(tmp_path: Path, capsys: Captured) -> None:
+    target, text = _tiny_target(tmp_path), _write_texts(tmp_path / "text.jsonl")
+    head, out = _tiny_head(target, tmp_path / "head"), tmp_path / "out"
+    train = _train(target, out, text)
+    assert cli.main(train) == 0, capsys.readouterr().err
+    config = (out / "config.json").read_bytes()
+    assert cli.main([*train, "--init-head", str(head)]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "earlier head (--init-head)" in error and (out / "config.json").read_bytes() == config
+
+
+def test_special_tokens_beyond_the_models_rows(tmp_path: Path, capsys: Captured) -> None:
+    """As an added token for padding is."""
+    target = _tiny_target(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(target)
+    rows = json.loads((target / "config.json").read_text())["vocab_size"]
+    assert tokenizer.pad_token_id >= rows
+    train = _train(target, tmp_path / "out", _write_texts(tmp_path / "text.jsonl"))
+    assert cli.main(train) == 0, capsys.readouterr().err
+
+
+def test_a_mask_token_of_the_text_is_warned_of(tmp_path: Path, capsys: Captured) -> None:
+    target, text = _tiny_target(tmp_path), _write_texts(tmp_path / "text.jsonl")
+    for token, is_there in ((2, True), (93, False)):
+        out = tmp_path / f"out{token}"
+        train = ["train", "dspark", *_train(target, out, text)[2:], "--mask-token-id", str(token)]
+        for name in ("--unroll", "--draft-vocab-size"):
+            if name in train:
+                del train[train.index(name) : train.index(name) + 2]
+        assert cli.main(train) == 0, capsys.readouterr().err
+        error = " ".join(capsys.readouterr().err.split())
+        assert ("drafts are asked for by it" in error) == is_there
+    # A head that goes on from another has its block.
+    assert cli.main([*train, "--out", str(tmp_path / "small"), "--block-size", "4"]) == 0
+    again = [*train, "--out", str(tmp_path / "again"), "--init-head", str(tmp_path / "small")]
+    assert cli.main(again) == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["block_size"] == 4

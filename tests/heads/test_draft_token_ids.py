@@ -172,6 +172,16 @@ def test_wrong_files_are_refused(tmp_path: Path, content: str | None, message: s
         read_draft_tokens(path, VOCAB)
 
 
+@pytest.mark.parametrize("content", ["", "junk", "q", "r1234", "hello world, this is text", "{}"])
+def test_damaged_files_of_tensors_are_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "ids.pt"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"ids\.pt (cannot be read \(.+\)|holds other)"):
+        read_draft_tokens(path, VOCAB)
+    with pytest.raises(ConfigError, match="there is no file"):
+        read_draft_tokens(tmp_path, VOCAB)
+
+
 @pytest.mark.parametrize("given", [3, {"a": 1}, [1.5], [-1], [], "", [[1]]])
 def test_what_is_no_list_of_ids_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"DFlashDecodingConfig\.draft_token_ids"):

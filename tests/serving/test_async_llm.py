@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import threading
 import time
@@ -427,6 +428,20 @@ def test_abort_ends_one_request(model_dir: Path, reference: LLM) -> None:
     run(model_dir, test)
 
 
+def test_abort_ends_all_completions_of_a_prompt(model_dir: Path) -> None:
+    params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=1.0, seed=1, n=3)
+
+    async def test(llm: AsyncLLM) -> None:
+        stream = llm.generate(PROMPTS[0], params)
+        first = await anext(stream)
+        assert await llm.abort(first.request_id)
+        *_, last = [output async for output in stream]
+        assert [output.finish_reason for output in last.outputs] == ["cancelled"] * 3
+        assert not await llm.abort(first.request_id)
+
+    run(model_dir, test)
+
+
 def test_a_completion_that_is_ended_is_cancelled_alone(model_dir: Path) -> None:
     params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=1.0, seed=1, n=2)
 
@@ -753,6 +768,10 @@ def test_shutdown_finishes_or_aborts(model_dir: Path, reference: LLM) -> None:
                 await anext(llm.generate("a"))
             with pytest.raises(EngineError, match="shut down"):
                 await llm.reset_prefix_cache()
+            with pytest.raises(EngineError, match="shut down"):
+                await llm.__aenter__()
+            with pytest.raises(TypeError, match="not a copy"):
+                copy.copy(llm)
 
     asyncio.run(main())
 

@@ -95,7 +95,7 @@ def earlier_head(options: TrainOptions, target: DecoderConfig) -> HeadReport | N
 
 def head_spec(options: TrainOptions, earlier: HeadReport | None) -> NewHead:
     """Returns what the head is to be. What is not asked for is as in the one to begin with."""
-    from ..train.new_head import NewHead
+    from ..train.new_head import BLOCK_KINDS, NewHead, block_rows
 
     spec = NewHead(
         kind=options.kind,
@@ -114,7 +114,10 @@ def head_spec(options: TrainOptions, earlier: HeadReport | None) -> NewHead:
     known = earlier.require()
     layers = spec.layers_to_capture or known.layers_to_capture or None
     like = None if options.kind == "mtp" else known.decoder
-    return replace(spec, layers_to_capture=layers, like=like)
+    spec = replace(spec, layers_to_capture=layers, like=like)
+    if options.block_size is None and options.kind in BLOCK_KINDS:
+        return replace(spec, block_size=block_rows(known))
+    return spec
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ..checkpoints.heads.records import HeadReport
     from ..models.config import DecoderConfig
+    from ..train.data import Example
     from ..train.packing import Packed
 
 GENERATED = "text.jsonl"
@@ -39,6 +40,7 @@ class TextRows:
 def read_text(options: TrainOptions, target: Target, earlier: HeadReport | None) -> TextRows:
     """Returns the text, after the target has written it where it is to."""
     from ..checkpoints.tokenizer import load_tokenizer
+    from ..train.run_directory import CHECKPOINT
 
     tokenizer = load_tokenizer(target.directory)
     if tokenizer is None:
@@ -46,7 +48,9 @@ def read_text(options: TrainOptions, target: Target, earlier: HeadReport | None)
             f"{target.directory} has no tokenizer, which the text needs. Use one that has."
         )
     path = options.data or options.out / GENERATED
-    if options.self_generate is not None:
+    if options.self_generate is not None and (options.out / CHECKPOINT).exists():
+        say(f"{path} stays as it is: training on it has begun. More text needs another --out.")
+    elif options.self_generate is not None:
         _generate(options, target.directory, path, target.config.max_position_embeddings)
     return _read_rows(options, path, tokenizer, target.config, earlier)
 
@@ -121,7 +125,7 @@ def _read_rows(
         if path.is_file() and not path.stat().st_size:
             raise CliError(f"{path} is empty: give conversations, one JSON per line.")
         raise CliError(
-            f"{path} has {len(examples) + len(held)} conversations with an answer in their first "
+            f"{path} has {len(examples) + len(held)} conversation(s) with an answer in the first "
             f"{options.length} tokens; one to train on and one to hold out are the least. Give "
             "more text, or a larger --length."
         )
@@ -129,9 +133,12 @@ def _read_rows(
         examples, held = held[:-1], held[-1:]
     if not held:  # of little text
         examples, held = examples[:-1], examples[-1:]
+    if options.mask_token_id is not None:
+        _warn_of_mask_token(options.mask_token_id, [*examples, *held], path)
     draft_ids, coverage = None, 1.0
     if options.kind == "eagle3":
-        always = [*special_token_ids(tokenizer), *config.eos_token_ids]
+        special = [*special_token_ids(tokenizer), *config.eos_token_ids]
+        always = [token for token in special if token < config.vocab_size]  # it may know more
         size = options.draft_vocab_size or min(DEFAULT_VOCABULARY, config.vocab_size)
         if earlier is not None:
             count = earlier.require().draft_vocab_size
@@ -147,3 +154,13 @@ def _read_rows(
         draft_ids=draft_ids,
         coverage=coverage,
     )
+
+
+def _warn_of_mask_token(token: int, examples: list[Example], path: Path) -> None:
+    """Says so where texts have the token by which a block head is asked for drafts."""
+    count = sum(int((example.input_ids == token).sum()) for example in examples)
+    if count:
+        say(
+            f"Warning: --mask-token-id {token} is in {path} ({count} times), and drafts are asked "
+            "for by it. Give a token that texts do not have."
+        )

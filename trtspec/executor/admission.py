@@ -161,9 +161,9 @@ def _checked_ids(ids: Sequence[int], vocab: int) -> list[int]:
     except (TypeError, OverflowError):
         packed = array("q")
     values = np.frombuffer(packed, dtype=np.int64)
-    if 0 < len(values) == len(tokens) and values.min() >= 0 and values.max() < vocab:
-        if not any(isinstance(tokens[i], bool) for i in np.flatnonzero(values <= 1)):
-            return packed.tolist()
+    is_inside = 0 < len(values) == len(tokens) and values.min() >= 0 and values.max() < vocab
+    if is_inside and not any(isinstance(tokens[i], bool) for i in np.flatnonzero(values <= 1)):
+        return packed.tolist()
     for position, token in enumerate(tokens):
         try:
             if isinstance(token, bool):

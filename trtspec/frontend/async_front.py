@@ -203,13 +203,21 @@ class AsyncFront(NamesAttributes, ABC):
         return OutputStream(self, tokens, params, cache_salt, keep_sources)
 
     async def abort(self, request_id: int) -> bool:
-        """Cancels a request (finish_reason "cancelled"); False if there is none.
+        """Cancels a request (finish_reason "cancelled"), of n > 1 all that are left of its
+        completions; False if there is none.
+
+        Args:
+            request_id: of a `RequestOutput`.
 
         Raises:
             RequestError: the id is not an int.
         """
         number = checked_id(request_id)
-        found = [feed.request for feed in self._live if feed.request.request_id == number]
+        found = [
+            feed.request
+            for feed in self._live
+            if number in (feed.first_id, feed.request.request_id)
+        ]
         self.cancel(found)
         return bool(found)
 
@@ -361,6 +369,8 @@ class AsyncFront(NamesAttributes, ABC):
 
     def follow(self, feeds: Sequence[Feed]) -> None:
         """Counts requests that are queued, in place of their reserved places."""
+        for feed in feeds:
+            feed.first_id = feeds[0].request.request_id
         self._live.update(feed for feed in feeds if not feed.is_done)
         self.release(len(feeds), asyncio.get_running_loop())
 

@@ -88,13 +88,14 @@ class Feed(Followed):
         on_done: called once, in the event loop.
     """
 
-    __slots__ = ("_on_done", "bell", "is_done", "num_tokens")
+    __slots__ = ("_on_done", "bell", "first_id", "is_done", "num_tokens")
 
     def __init__(
         self, request: Request, bell: Bell, on_done: Callable[[Feed], None], is_whole: bool = False
     ):
         super().__init__(request, is_whole)
         self.bell, self._on_done = bell, on_done
+        self.first_id = request.request_id  # set to the first one's of n completions
         self.num_tokens, self.is_done = 0, False
 
     def update(self, num_tokens: int, is_done: bool) -> None:

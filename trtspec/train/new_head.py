@@ -223,6 +223,8 @@ def _checked_layers(layers: tuple[int, ...], target: DecoderConfig) -> tuple[int
         raise ConfigError(
             f"layers_to_capture={list(layers)}: give layers in 0 … {target.num_layers - 1}."
         )
+    if len(set(layers)) < len(layers):
+        raise ConfigError(f"layers_to_capture={list(layers)} has a layer twice: give each once.")
     return layers
 
 

@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -58,14 +59,18 @@ _OPTIONS = {
     "num_steps": " (--unroll, --num-layers or --block-size)",
     "num_anchors": " (--anchors)",
     "variation": " (--total-variation)",
+    "earlier head": " (--init-head)",
+    "data": ", or how it is cut (--length, --seed)",
 }
 """Of the command line, where they have another name."""
-DAMAGE = RuntimeError, KeyError, ValueError, TypeError, AttributeError
+DAMAGE = RuntimeError, LookupError, ValueError, TypeError, AttributeError, struct.error
 """What reading a checkpoint with other contents raises."""
 
 
 def damaged(path: Path, error: Exception) -> CheckpointError:
     what = (str(error).splitlines() or [type(error).__name__])[0]  # torch explains at length
+    if isinstance(error, UnpicklingError):  # whose text tells to read it all the same
+        what = "it is not what torch.save writes of tensors"
     return CheckpointError(
         f"{path} is damaged ({what}). Give another --out, or remove it and the head beside it to "
         "start again."
@@ -83,7 +88,7 @@ def _told(names: list[str], there: dict[str, Any], here: dict[str, Any]) -> str:
         is_set = is_plain and name in TrainConfig.__annotations__
         values = f", {pair[0]!r} there and {pair[1]!r} here" if is_set else ""
         told.append(f"{name}{_OPTIONS.get(name, '')}{values}")
-    return "; ".join(told) or "the head"
+    return "; ".join(told) or "the head's sizes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +126,11 @@ class TrainConfig:
             require_int(self, name, 1, None)
         require_int(self, "warmup_steps", 0, None)
         require_int(self, "seed", 0, MAX_SEED)
-        for name in ("learning_rate", "clip", "selector_weight"):
+        for name in ("clip", "selector_weight"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ConfigError(f"TrainConfig.{name}={value!r}: it must be a number > 0.")
-        for name in ("step_decay", "final_learning_rate"):
+        for name in ("learning_rate", "step_decay", "final_learning_rate"):
             value = getattr(self, name)
             if name == "step_decay" and value is None:
                 continue
@@ -257,11 +262,14 @@ class Trainer:
             optimizer, notes = saved["optimizer"], dict(saved["notes"])
         except (*DAMAGE, OSError, EOFError, UnpicklingError) as error:
             raise damaged(path, error) from error
-        expected = self._run()
+        expected = self._run() | {"earlier head": self.notes.get("init_head")}
+        run = {**run, "earlier head": notes.get("init_head")}
         names = dict.fromkeys([*expected, *run])
         differing = [name for name in names if run.get(name) != expected.get(name)]
-        if differing or shapes != {n: t.shape for n, t in self.masters.items()}:
-            same_head = all(name in TrainConfig.__annotations__ for name in {*differing} - {"data"})
+        same_shapes = shapes == {name: master.shape for name, master in self.masters.items()}
+        if differing or not same_shapes:
+            of_run = {*TrainConfig.__annotations__, "data"}
+            same_head = same_shapes and of_run.issuperset(differing)
             begin = f" (and --init-head {self.out}, to begin with that head)" if same_head else ""
             raise CheckpointError(
                 f"{path} is of another run. What differs: {_told(differing, run, expected)}. "
@@ -274,7 +282,7 @@ class Trainer:
         except DAMAGE as error:
             raise damaged(path, error) from error
         self.step = self.kept_step = step
-        self.notes = {**self.notes, **notes}
+        self.notes |= notes
         self._use_masters()
         self._cut_log()
         return True
@@ -313,8 +321,8 @@ class Trainer:
                     raise ConfigError(
                         f"At step {self.step} the loss is {line['loss']} and the gradient's norm "
                         f"{line['gradient_norm']}: training has diverged. "
-                        f"Lower the learning rate ({config.learning_rate}); the last checkpoint "
-                        f"in {self.out} is kept."
+                        f"Lower the learning rate ({config.learning_rate})."
+                        + (f" Step {self.kept_step} is kept in {self.out}." * (self.kept_step > 0))
                     )
                 seen = self.step - first
                 if first < config.log_every <= seen or (last and not first):  # else it was checked

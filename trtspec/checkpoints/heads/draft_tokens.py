@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,16 +56,17 @@ def read_draft_tokens(given: Sequence[int] | str | os.PathLike[str], vocab_size:
 
 def _content(path: Path) -> Any:
     """Returns what a file holds, tensors as lists."""
-    if not is_there(path):
+    if path.is_dir() or not is_there(path):
         raise ConfigError(f"draft_token_ids: there is no file {path}. Give {FORMATS}.")
     try:
         if path.suffix != ".pt":
             return json.loads(path.read_text(encoding="utf-8"))
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, RecursionError, RuntimeError, EOFError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}). Give {FORMATS}.") from error
     except pickle.UnpicklingError as error:
         raise ConfigError(f"{path} holds other objects than numbers. Give {FORMATS}.") from error
+    except (OSError, ValueError, RuntimeError, EOFError, LookupError, struct.error) as error:
+        why = str(error) or type(error).__name__
+        raise ConfigError(f"{path} cannot be read ({why}). Give {FORMATS}.") from error
     return content.tolist() if isinstance(content, Tensor) else content
 
 
