@@ -318,7 +318,7 @@ def test_two_mistakes_one_behind_the_other() -> None:
     examine(exam, diagnosis, lambda text: None)
     assert [change.name for change in diagnosis.changes] == ["a", "b"]
     names = [finding.name for finding in diagnosis.tried]
-    assert names == ["a", "b", "c", "with a: b", "with a: c"], "a is not tried again"
+    assert names == ["a", "b", "c", "a, and: b", "a, and: c"], "a is not tried again"
 
 
 def test_pairs_are_told_and_are_the_last_change() -> None:

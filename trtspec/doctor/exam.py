@@ -328,7 +328,7 @@ def examine(exam: Exam, diagnosis: Diagnosis, tell: Callable[[str], None]) -> No
         return
 
     def evaluate(trials: list[Trial]) -> list[tuple[Trial, Outcome]]:
-        found, before = [], "".join(f"besides “{name}”: " for name in made)
+        found, before = [], "".join(f"{name}, and: " for name in made)
         for trial in trials:
             tell(f"trying: {before}{trial.name}")
             found.append((trial, exam.evaluate(trial)))
