@@ -92,7 +92,7 @@ def test_streams_in_many_threads_bring_every_token_and_the_reason(
 
 
 def test_a_stream_takes_one_prompt(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="one prompt, not 2"):
+    with pytest.raises(RequestError, match="one prompt, not a list of 2"):
         llm.generate_stream(["a", "b"])  # type: ignore[arg-type]
 
 
