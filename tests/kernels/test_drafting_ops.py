@@ -480,18 +480,25 @@ def test_block_rows(seed: int, num_seqs: int, k: int, proposals: int, more: int)
         assert out.last_positions[b] == last
 
 
+def _meta_before(
+    num_seqs: int, tables: tuple[Tensor, ...], pages: tuple[int, ...], max_seq_len: int
+) -> AttentionMetadata:
+    """Returns metadata of the target's pass, with a prompt in it, that draft passes follow."""
+    groups = tuple(KVGroup(*(torch.zeros(1, 2, page, 1, 1) for _ in "kv")) for page in pages)
+    return AttentionMetadata(
+        context_lens=(3,), context_starts=(2,), num_generations=num_seqs, rows_per_generation=4,
+        position_ids=ints([], torch.int64), kv_lens=ints([]), max_kv_len=7, kv_groups=groups,
+        block_tables=tables, slot_mappings=(), max_seq_len=max_seq_len, derived={"old": 1},
+    )  # fmt: skip
+
+
 @CASES
 @given(SEEDS, st.integers(0, 5), st.integers(1, 3))
 def test_draft_step(seed: int, num_seqs: int, rows: int) -> None:
     rng = random.Random(seed)
     max_seq_len, advance = rng.randint(1, 24), rng.randint(0, 5)
     tables, pages = _tables(rng, num_seqs)
-    groups = tuple(KVGroup(*(torch.zeros(1, 2, page, 1, 1) for _ in "kv")) for page in pages)
-    meta = AttentionMetadata(
-        context_lens=(3,), context_starts=(2,), num_generations=num_seqs, rows_per_generation=4,
-        position_ids=ints([], torch.int64), kv_lens=ints([]), max_kv_len=7, kv_groups=groups,
-        block_tables=tables, slot_mappings=(), max_seq_len=max_seq_len, derived={"old": 1},
-    )  # fmt: skip
+    meta = _meta_before(num_seqs, tables, pages, max_seq_len)
     starts = [rng.randint(0, max_seq_len + 2) for _ in range(num_seqs)]
     tokens = [[rng.randrange(50) for _ in range(rows)] for _ in range(num_seqs)]
     wider = ints([[p + r for r in range(-1, rows)] for p in starts], torch.int64)
@@ -518,12 +525,7 @@ def test_draft_steps(seed: int, num_seqs: int, count: int) -> None:
     rng = random.Random(seed)
     max_seq_len = rng.randint(1, 24)
     tables, pages = _tables(rng, num_seqs)
-    groups = tuple(KVGroup(*(torch.zeros(1, 2, page, 1, 1) for _ in "kv")) for page in pages)
-    meta = AttentionMetadata(
-        context_lens=(3,), context_starts=(2,), num_generations=num_seqs, rows_per_generation=4,
-        position_ids=ints([], torch.int64), kv_lens=ints([]), max_kv_len=7, kv_groups=groups,
-        block_tables=tables, slot_mappings=(), max_seq_len=max_seq_len, derived={"old": 1},
-    )  # fmt: skip
+    meta = _meta_before(num_seqs, tables, pages, max_seq_len)
     starts = [rng.randint(0, max_seq_len + 2) for _ in range(num_seqs)]
     apart = ints([[start, -1] for start in starts], torch.int64).view(num_seqs, 2)[:, 0]
     steps = run("draft_steps", meta, apart, 5, count)

@@ -48,7 +48,8 @@ def read_text(options: TrainOptions, target: Target, earlier: HeadReport | None)
             f"{target.directory} has no tokenizer, which the text needs. Use one that has."
         )
     path = options.data or options.out / GENERATED
-    if options.self_generate is not None and (options.out / CHECKPOINT).exists():
+    has_begun = path.exists() and (options.out / CHECKPOINT).exists()
+    if options.self_generate is not None and has_begun:
         say(f"{path} stays as it is: training on it has begun. More text needs another --out.")
     elif options.self_generate is not None:
         _generate(options, target.directory, path, target.config.max_position_embeddings)

@@ -19,8 +19,8 @@ from .prefixes import Prefixes
 from .request import ContextChunk, Request, RequestState, ScheduledBatch
 
 COST_OF_PASS, COST_OF_JOINED_PASS = 1.0, 0.5
-"""How many steps' time a pass over prompts takes from generations: before or after them, and with
-them in it (`CudaGraphs.run_both`)."""
+"""How many steps a pass over prompts delays generations by: apart from them, and with them in it
+(`CudaGraphs.run_both`)."""
 
 
 class Scheduler:

@@ -15,8 +15,8 @@ SHARE_OF_PROMPTS, SHARE_OF_GENERATIONS = 0.15, 0.2
 There are more sizes of generations, and any of them may meet any prompt.
 """
 MOST_TIMES = 4
-"""The most times as many as there are that a size may have room for, where there are more sizes:
-attention is cut by how many requests a graph has room for."""
+"""Where there are more sizes, one has room for less than so many times what there is: attention is
+cut by how many requests a graph has room for."""
 
 
 def seconds_of_pass(target: Decoder) -> float:
@@ -69,12 +69,9 @@ class JoinedPasses:
         Args:
             rows: of a generation.
         """
-        padding = shape.unused_tokens * self._seconds_of_token
-        return (
-            self.seconds_of_pass
-            - padding
-            - (shape.unused_generations * rows * self._seconds_of_row)
-        )
+        of_prompts = shape.unused_tokens * self._seconds_of_token
+        of_generations = shape.unused_generations * rows * self._seconds_of_row
+        return self.seconds_of_pass - of_prompts - of_generations
 
 
 def _sparse(sizes: Sequence[int], most_unused: float, least_times: int = 1) -> list[int]:

@@ -374,8 +374,8 @@ def draft_step(
 
 
 ALIGNED = 4
-"""Numbers that a pass's own begin at a multiple of, of 32 bits: kernels are compiled for pointers
-that begin at 16 bytes, and again for others."""
+"""Each pass's numbers begin at a multiple of so many, and thereby at 16 bytes. Kernels would be
+compiled once more for others."""
 
 
 def draft_steps(
