@@ -15,8 +15,8 @@ SHARE_OF_PROMPTS, SHARE_OF_GENERATIONS = 0.15, 0.2
 There are more sizes of generations, and any of them may meet any prompt.
 """
 MOST_TIMES = 4
-"""Where there are more sizes, one has room for less than so many times what there is: attention is
-cut by how many requests a graph has room for."""
+"""A size has room for less than this many times what there is, unless it is the smallest. Attention
+is cut by how many requests a graph has room for."""
 
 
 def seconds_of_pass(target: Decoder) -> float:
