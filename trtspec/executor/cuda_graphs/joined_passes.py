@@ -15,8 +15,8 @@ SHARE_OF_PROMPTS, SHARE_OF_GENERATIONS = 0.15, 0.2
 There are more sizes of generations, and any of them may meet any prompt.
 """
 MOST_TIMES = 4
-"""A size has room for less than this many times what there is, unless it is the smallest. Attention
-is cut by how many requests a graph has room for."""
+"""A size has room for less than this many times what there is, if a smaller one is to be had:
+attention is cut by how many requests a graph has room for."""
 
 
 def seconds_of_pass(target: Decoder) -> float:

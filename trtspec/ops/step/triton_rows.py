@@ -374,8 +374,8 @@ def draft_step(
 
 
 ALIGNED = 4
-"""Each pass's numbers begin at a multiple of this, and thereby at 16 bytes. Kernels would be compiled
-once more for others."""
+"""Each pass's numbers begin at a multiple of this, and thereby at 16 bytes: kernels would be
+compiled once more for others."""
 
 
 def draft_steps(
