@@ -24,7 +24,7 @@ constexpr int kMaxSkinnyRows = 32;
 constexpr int kMaxTileColumns = 16 << 10;  // a norm's weights rest in shared memory
 // Sizes of tiles go by these (decision 029): rows, columns of a deep weight, outputs of a wide and of a
 // narrow one.
-constexpr int kFewRows = 16, kMaxFewRows = 48, kMaxSomeRows = 64, kMaxMoreRows = 96;
+constexpr int kFewRows = 16, kMaxFewRows = 48, kMaxSomeRows = 64, kMaxMoreRows = 96, kMaxManyRows = 192;
 constexpr int kDeep = 1536, kDeeper = 2048, kWide = 2048, kFewOutputs = 256;
 constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear
 constexpr int kMaxNarrow = 1024;                    // columns
@@ -116,6 +116,24 @@ cudaError_t launch_tile(const LinearParams& p, cudaStream_t stream) {
                          stream, p);
 }
 
+// Whether all blocks of a product run at once, one on a multiprocessor. `rows` and `outs` are of a block, and a
+// cluster of `split` blocks divides K.
+inline bool runs_at_once(const LinearParams& p, int rows, int outs, int split) {
+  const int blocks = (p.rows + rows - 1) / rows * ((p.n + outs - 1) / outs) * split;
+  return blocks <= multiprocessors();
+}
+
+// A deep weight with few outputs: up to 192 rows find blocks that run at once.
+template <typename T, Epilogue E>
+cudaError_t launch_deep(const LinearParams& p, cudaStream_t stream) {
+  if (p.rows <= kFewRows) return launch_tile<T, E, 0, 1, 32, 5, 4>(p, stream);
+  if (p.rows <= 2 * kFewRows) return launch_tile<T, E, 0, 1, 16, 6, 2>(p, stream);
+  if (runs_at_once(p, 32, 32, 2)) return launch_tile<T, E, 0, 2, 32, 6, 2>(p, stream);
+  if (runs_at_once(p, 48, 32, 2)) return launch_tile<T, E, 0, 3, 32, 6, 2>(p, stream);
+  if (runs_at_once(p, 32, 48, 2)) return launch_tile<T, E, 0, 2, 48, 6, 2>(p, stream);
+  return launch_tile<T, E, 0, 4, 32, 4, 2>(p, stream);
+}
+
 template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
   if constexpr (kNorm && E != Epilogue::kGated) {
@@ -131,19 +149,24 @@ cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
       return launch_tile<T, E, 1, 2, 32, 5, 8>(p, stream);
     }
   }
-  // Whether clusters of 4 have room at once with 96 rows, and so 48: two blocks on a multiprocessor.
-  const bool has_room = (p.n + 31) / 32 * 4 * 3 <= 2 * multiprocessors();
-  static_assert(kMaxMoreRows == 3 * 32 && kMaxFewRows == 3 * 16, "three blocks of rows each");
+  if constexpr (!kNorm && (E == Epilogue::kPlain || E == Epilogue::kResidual)) {
+    const bool has_room = (p.n + 31) / 32 * 2 * (kMaxManyRows / 64) <= multiprocessors();
+    if (p.k >= kDeep && has_room) return launch_deep<T, E>(p, stream);
+  }
+  if constexpr (kNorm && E == Epilogue::kGated) {
+    // All columns on their way, and few blocks of many rows.
+    if (p.rows > kMaxSomeRows && p.k <= 5 * kStep && p.n >= kWide) {
+      if (runs_at_once(p, 48, 48, 1)) return launch_tile<T, E, kNorm, 3, 48, 5>(p, stream);
+      if (runs_at_once(p, 64, 48, 1)) return launch_tile<T, E, kNorm, 4, 48, 5>(p, stream);
+      if (runs_at_once(p, 80, 48, 1)) return launch_tile<T, E, kNorm, 5, 48, 5>(p, stream);
+    }
+  }
   if (p.rows <= kMaxFewRows) {
     if constexpr (!kNorm) {
-      const bool is_deep = p.k >= (p.rows <= kFewRows || has_room ? kDeep : kDeeper);
+      const bool is_deep = p.k >= (p.rows <= kFewRows ? kDeep : kDeeper);
       if (is_deep) return launch_tile<T, E, kNorm, 1, 32, 5, 4>(p, stream);
     }
     return launch_tile<T, E, kNorm, 1, 32, 5>(p, stream);
-  }
-  if constexpr (!kNorm) {
-    const bool is_deep = p.k >= kDeep && p.rows <= kMaxMoreRows;
-    if (is_deep && has_room) return launch_tile<T, E, kNorm, 2, 32, 5, 4>(p, stream);
   }
   const int most = p.k <= 5 * kStep ? kMaxMoreRows : kMaxSomeRows;  // whether all columns have room at once
   if (p.rows <= most || p.n < kWide) return launch_tile<T, E, kNorm, 2, 32, 5>(p, stream);

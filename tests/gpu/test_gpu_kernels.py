@@ -33,12 +33,12 @@ pytestmark = [
 DTYPES = [torch.bfloat16, torch.float16]
 # (in, out): kernels for small, deep, large, and large but narrow weights; not all divide by tiles.
 SIZES = [
-    (64, 24), (576, 960), (576, 976), (384, 2064), (1536, 576), (96, 40), (2560, 960), (2592, 528),
+    (64, 24), (576, 960), (576, 976), (384, 2064), (1536, 576), (1536, 592), (96, 40), (2560, 960), (2592, 528),
     (640, 80), (672, 80), (5120, 96), (5152, 96),
     (4096, 1040), (2048, 4098), (14336, 512), (576, 7300), (1024, 4104), (32, 131_080),
     (1024, 4096), (896, 9728), (4096, 64), (2080, 96),
 ]  # fmt: skip
-ROWS = [1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 130, 256, 257]
+ROWS = [1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 100, 130, 150, 190, 256, 257]
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -180,8 +180,14 @@ def _most_rows(size: tuple[int, int], normed: bool, inputs: int = 1) -> int:
         few, many = ((n << 10) // (2 * size[0] + 64) if normed else 16 for n in (104, 140))
         return min(16, many) if is_deep and many > 8 else min(8, few)
     most = fused.MAX_TILED_NORMED_PRODUCTS if normed else fused.MAX_TILED_PRODUCTS
-    few = 32 if values < fused.LARGE else 16
-    return max(few, min(256, most // values)) if size[1] % 16 == 0 else few
+    few, most = 32 if values < fused.LARGE else 16, most // values
+    if size[1] % 16:
+        return few
+    if not normed and size[0] >= 1536 and size[1] <= 704:
+        most = max(most, 192)
+    if normed and size[0] <= 640 and size[1] >= 2048:
+        most = max(most, 80 * (132 // -(-size[1] // 48)))
+    return max(few, min(256, most))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -216,7 +222,8 @@ def test_a_row_of_two_inputs_does_not_depend_on_the_others() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "size", [(64, 32), (64, 48), (576, 3072), (2560, 1024), (2048, 4096), (1024, 6144)]
+    "size",
+    [(64, 32), (64, 48), (576, 3072), (640, 2080), (2560, 1024), (2048, 4096), (1024, 6144)],
 )
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("is_gelu", [False, True])
@@ -227,7 +234,7 @@ def test_gated(
     between = GateAndMul(is_gelu)
     activation = partial(F.gelu, approximate="tanh") if is_gelu else F.silu
     most = _most_rows(size, True)
-    counts = [rows for rows in (1, 5, 8, 20, 40, 80, 90) if rows <= most]
+    counts = [rows for rows in (1, 5, 8, 20, 40, 80, 90, 128, 150, 160, 161) if rows <= most]
     for rows in counts:
         x = _random(rows, size[0], dtype=dtype)
         gate, up = _product(_exact(x, norm), layer).chunk(2, dim=-1)
@@ -286,6 +293,7 @@ def test_rope_and_cache(
         (576, 49152),
         (4096, 2048),
         (1536, 576),
+        (576, 3072),
         (2592, 528),
         (1024, 6144),
         (1536, 896),
@@ -296,15 +304,24 @@ def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
     layer, norm = _linear(*size, torch.bfloat16), _norm(size[0], torch.bfloat16)
     for norms in ((norm,), ()):
         most, few = _most_rows(size, bool(norms)), 0
-        if size[0] >= 1536 and not norms:  # up to `few` rows a cluster divides the columns
+        if size[0] >= 1536 and not norms:  # up to `few` rows a cluster of four divides the columns
             processors = torch.cuda.get_device_properties(0).multi_processor_count
-            fits = -(-size[1] // 32) * 12 <= 2 * processors
-            few = 96 if fits else 48 if size[0] >= 2048 else 16
+            fits = -(-size[1] // 32) * 6 <= processors
+            few = 48 if size[0] >= 2048 and not fits else 16  # with `fits` more have another one
         x, ends = _random(most, size[0]), [few, most] if 0 < few < most else [most]
         for first, last in zip([1, few + 1], ends, strict=False):
             together = fused.linear((x[:last],), layer, norms)
             for rows in {*range(first, last, 7), last - 1, 32} & {*range(first, last)}:
                 assert torch.equal(fused.linear((x[:rows],), layer, norms), together[:rows])
+
+
+def test_a_gated_row_does_not_depend_on_the_others() -> None:
+    """SmolLM2's gate and up: five sizes of tiles, up to 160 rows."""
+    layer, norm = _linear(576, 3072, torch.bfloat16), _norm(576, torch.bfloat16)
+    x, between = _random(160, 576), GateAndMul(is_gelu=False)
+    together = fused.gated(x, layer, norm, between)
+    for rows in (1, 16, 17, 48, 49, 64, 65, 96, 97, 128, 129, 159):
+        assert torch.equal(fused.gated(x[:rows], layer, norm, between), together[:rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

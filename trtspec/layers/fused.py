@@ -30,6 +30,7 @@ from torch import Tensor
 
 from .. import native
 from ..distributed.comm import ALONE
+from ..ops.launch.machine import MULTIPROCESSORS
 from ..ops.layer import cublaslt, four_bits, fp8
 from ..ops.layer.activation import GateAndMul
 from ..ops.layer.copy import copy_rows
@@ -57,6 +58,10 @@ TILE, MAX_TILED_COLUMNS = 16, 16 << 10
 MAX_TILED_PRODUCTS, MAX_TILED_NORMED_PRODUCTS = 115_000_000, 250_000_000
 """Above `MAX_ROWS`: rows times values of a weight, without and with a norm, where cuBLAS becomes
 faster (decision 029). A norm, and what follows it, are further kernels around cuBLAS."""
+MAX_AT_ONCE_COLUMNS, LEAST_WIDE = 640, 2048
+"""Columns that all are on their way at once, and outputs of a wide weight with a norm."""
+LEAST_DEEP_COLUMNS, MAX_FEW_OUTS, MAX_ROWS_OF_FEW_OUTS = 1536, 704, 192
+"""Of a weight without a norm whose columns a cluster divides."""
 MAX_NORMED_BYTES, MAX_NORMED_BYTES_OF_DEEP = 104 << 10, 140 << 10
 """Of normed rows of a large weight (kMaxResident… in csrc/linear_impl.cuh)."""
 MAX_ROWS_OF_FP8 = 8
@@ -317,7 +322,18 @@ def _reads_floats(weight: Tensor, inputs: Inputs, has_norms: bool) -> bool:
         return (is_few or is_deep) and fits
     most = MAX_TILED_NORMED_PRODUCTS if has_norms else MAX_TILED_PRODUCTS
     is_few = rows <= (MAX_ROWS if values < LARGE else MAX_ROWS_OF_DEEP)
-    return is_few or (is_tiled and rows * values <= most)
+    is_served = rows * values <= most or _runs_at_once(rows, outs, columns, has_norms)
+    return is_few or (is_tiled and is_served)
+
+
+def _runs_at_once(rows: int, outs: int, columns: int, has_norms: bool) -> bool:
+    """Whether tiles were chosen whose thread blocks all run at once (launch_tiles in csrc)."""
+    if has_norms:
+        blocks = -(-rows // 80) * -(-outs // 48)
+        is_wide = outs >= LEAST_WIDE and columns <= MAX_AT_ONCE_COLUMNS
+        return is_wide and blocks <= MULTIPROCESSORS
+    is_deep = columns >= LEAST_DEEP_COLUMNS and outs <= MAX_FEW_OUTS
+    return is_deep and rows <= MAX_ROWS_OF_FEW_OUTS
 
 
 def _reads_fp8(layer: Linear, inputs: Inputs) -> bool:

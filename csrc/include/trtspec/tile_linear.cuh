@@ -128,9 +128,14 @@ __host__ __device__ constexpr bool has_registers(int blocks, int outs, int stage
   return blocks == 1 ? stages * (16 + outs) <= 288 : blocks * outs == 64 && stages == 5;
 }
 
+// Blocks that a multiprocessor must have registers for. tile: sums of 16 that a warp has. holds: it has more than these.
+__host__ __device__ constexpr int least_at_once(int tile, bool holds) {
+  return tile > 128 ? 1 : tile > 64 || holds ? 2 : 3;
+}
+
 // n and, if gated, n / 2 multiples of 16 and 8. kNorms: 0 or 1 of one input, or one for each of two.
 template <typename T, Epilogue E, int kNorms, int kBlocks, int kOuts, int kStages, int kSplit, bool kRests>
-__global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorms == 2 || kRests ? 2 : 3)
+__global__ void __launch_bounds__(kTileWarps * 32, least_at_once(kBlocks * kOuts, kNorms == 2 || kRests))
     tile_linear(const __grid_constant__ LinearParams p) {
   constexpr bool kNorm = kNorms > 0, kTwo = kNorms == 2;
   static_assert(!kTwo || kSplit == 1, "two inputs' sums are joined in one block");
