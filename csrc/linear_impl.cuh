@@ -25,6 +25,7 @@ constexpr int kMaxTileColumns = 16 << 10;  // a norm's weights rest in shared me
 // Sizes of tiles go by these (decision 029): rows, columns of a deep weight, outputs of a wide and of a
 // narrow one.
 constexpr int kFewRows = 16, kMaxFewRows = 48, kMaxSomeRows = 64, kMaxMoreRows = 96, kMaxManyRows = 192;
+constexpr int kMaxLargeColumns = 6144;  // more were not measured with 17 to 32 rows
 constexpr int kDeep = 1536, kDeeper = 2048, kWide = 2048, kFewOutputs = 256;
 constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear
 constexpr int kMaxNarrow = 1024;                    // columns
@@ -116,11 +117,37 @@ cudaError_t launch_tile(const LinearParams& p, cudaStream_t stream) {
                          stream, p);
 }
 
-// Whether all blocks of a product run at once, one on a multiprocessor. `rows` and `outs` are of a block, and a
-// cluster of `split` blocks divides K.
+// How many blocks a product has. `rows` and `outs` are of a block, and a cluster of `split` blocks divides K.
+inline int blocks_of(const LinearParams& p, int rows, int outs, int split) {
+  return (p.rows + rows - 1) / rows * ((p.n + outs - 1) / outs) * split;
+}
+
+// Whether they run at once, one on a multiprocessor.
 inline bool runs_at_once(const LinearParams& p, int rows, int outs, int split) {
-  const int blocks = (p.rows + rows - 1) / rows * ((p.n + outs - 1) / outs) * split;
-  return blocks <= multiprocessors();
+  return blocks_of(p, rows, outs, split) <= multiprocessors();
+}
+
+// And whether nearly all multiprocessors have one.
+inline bool fills(const LinearParams& p, int rows, int outs, int split) {
+  return runs_at_once(p, rows, outs, split) && 4 * blocks_of(p, rows, outs, split) >= 3 * multiprocessors();
+}
+
+// A large, deep weight and 17 to 32 rows; cudaErrorInvalidValue where the blocks would be too many or too few.
+template <typename T, Epilogue E, bool kNorm>
+cudaError_t launch_large(const LinearParams& p, cudaStream_t stream) {
+  if constexpr (E == Epilogue::kGated) {
+    if constexpr (kNorm) {
+      if (fills(p, 32, 96, 1)) return launch_tile<T, E, 1, 2, 96, 6>(p, stream);
+    }
+  } else if constexpr (kNorm) {
+    if (fills(p, 32, 32, 1)) return launch_tile<T, E, 1, 2, 32, 10>(p, stream);
+  } else {
+    if (fills(p, 32, 32, 2)) {
+      if (p.k <= 2 * 8 * kStep) return launch_tile<T, E, 0, 2, 32, 8, 2>(p, stream);
+      return launch_tile<T, E, 0, 2, 32, 10, 2>(p, stream);
+    }
+  }
+  return cudaErrorInvalidValue;
 }
 
 // A deep weight with few outputs: up to 192 rows find blocks that run at once.
@@ -182,6 +209,11 @@ cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   const bool is_tiled = takes_inputs && p.n % kTile == 0 && values < large;
   if (is_tiled && p.k <= kMaxTileColumns) return launch_tiles<T, E, kNorm>(p, stream);
   if (p.rows > kMaxSkinnyRows) return cudaErrorInvalidValue;
+  const bool is_large = values >= kLargeWeight && p.k >= kDeeper && p.k <= kMaxLargeColumns;
+  if (is_large && p.rows > kMaxStreamRows && p.n % kTile == 0 && p.x1 == nullptr) {
+    const cudaError_t raised = launch_large<T, E, kNorm>(p, stream);
+    if (raised != cudaErrorInvalidValue) return raised;
+  }
   const bool fits = !kNorm || resident_fits(p);
   const bool is_alone = p.x1 == nullptr || p.rows <= 8;
   if (p.rows <= kMaxStreamRows && values >= kLargeWeight && fits && is_alone) {

@@ -35,8 +35,8 @@ DTYPES = [torch.bfloat16, torch.float16]
 SIZES = [
     (64, 24), (576, 960), (576, 976), (384, 2064), (1536, 576), (1536, 592), (96, 40),
     (2560, 960), (2592, 528), (640, 80), (672, 80), (5120, 96), (5152, 96),
-    (4096, 1040), (2048, 4098), (14336, 512), (576, 7300), (1024, 4104), (32, 131_080),
-    (1024, 4096), (896, 9728), (4096, 64), (2080, 96),
+    (4096, 1040), (2048, 4098), (2048, 2048), (6144, 2048), (2048, 4112), (14336, 512),
+    (576, 7300), (1024, 4104), (32, 131_080), (1024, 4096), (896, 9728), (4096, 64), (2080, 96),
 ]  # fmt: skip
 ROWS = [1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 100, 130, 150, 190, 256, 257]
 
@@ -170,13 +170,16 @@ def test_a_sum_is_written_twice(size: tuple[int, int], rows: int, served: list[s
     assert served == ["linear"]
 
 
-def _most_rows(size: tuple[int, int], normed: bool, inputs: int = 1) -> int:
+def _most_rows(size: tuple[int, int], normed: bool, inputs: int = 1, is_gated: bool = False) -> int:
     """As far as the kernels are used for weights of (in, out)."""
     values = size[0] * size[1]
     is_tiled = size[1] % 16 == 0 and (inputs == 1 or normed)
     is_narrow = is_tiled and size[0] <= fused.NARROW
     if values >= (fused.LARGE_NARROW if is_narrow else fused.LARGE):
         is_deep = size[0] >= 2048 and inputs == 1
+        blocks = -(-size[1] // (96 if is_gated else 32)) * (1 if normed else 2)
+        if is_deep and size[0] <= 6144 and is_tiled and 99 <= blocks <= 132:
+            return 32
         few, many = ((n << 10) // (2 * size[0] + 64) if normed else 16 for n in (104, 140))
         return min(16, many) if is_deep and many > 8 else min(8, few)
     most = fused.MAX_TILED_NORMED_PRODUCTS if normed else fused.MAX_TILED_PRODUCTS
@@ -223,7 +226,16 @@ def test_a_row_of_two_inputs_does_not_depend_on_the_others() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "size",
-    [(64, 32), (64, 48), (576, 3072), (640, 2080), (2560, 1024), (2048, 4096), (1024, 6144)],
+    [
+        (64, 32),
+        (64, 48),
+        (576, 3072),
+        (640, 2080),
+        (2560, 1024),
+        (2048, 4096),
+        (2048, 12288),
+        (1024, 6144),
+    ],
 )
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("is_gelu", [False, True])
@@ -233,8 +245,8 @@ def test_gated(
     layer, norm = _linear(*size, dtype, bias), _norm(size[0], dtype)
     between = GateAndMul(is_gelu)
     activation = partial(F.gelu, approximate="tanh") if is_gelu else F.silu
-    most = _most_rows(size, True)
-    counts = [rows for rows in (1, 5, 8, 20, 40, 80, 90, 128, 150, 160, 161) if rows <= most]
+    most = _most_rows(size, True, is_gated=True)
+    counts = [rows for rows in (1, 5, 8, 20, 32, 40, 80, 90, 128, 150, 160, 161) if rows <= most]
     for rows in counts:
         x = _random(rows, size[0], dtype=dtype)
         gate, up = _product(_exact(x, norm), layer).chunk(2, dim=-1)
@@ -308,6 +320,8 @@ def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
             processors = torch.cuda.get_device_properties(0).multi_processor_count
             fits = -(-size[1] // 32) * 6 <= processors
             few = 48 if size[0] >= 2048 and not fits else 16  # with `fits` more have another one
+            if size[0] * size[1] >= fused.LARGE:
+                few = 16
         x, ends = _random(most, size[0]), [few, most] if 0 < few < most else [most]
         for first, last in zip([1, few + 1], ends, strict=False):
             together = fused.linear((x[:last],), layer, norms)

@@ -62,6 +62,9 @@ MAX_AT_ONCE_COLUMNS, LEAST_WIDE = 640, 2048
 """Columns that all are on their way at once, and outputs of a wide weight with a norm."""
 LEAST_DEEP_COLUMNS, MAX_FEW_OUTS, MAX_ROWS_OF_FEW_OUTS = 1536, 704, 192
 """Of a weight without a norm whose columns a cluster divides."""
+MAX_ROWS_OF_FILLING, MAX_COLUMNS_OF_FILLING = 32, 6144
+"""More rows of a deep weight of `LARGE` values, of one input, whose blocks fill the GPU. With more
+columns cuBLAS may be faster."""
 MAX_NORMED_BYTES, MAX_NORMED_BYTES_OF_DEEP = 104 << 10, 140 << 10
 """Of normed rows of a large weight (kMaxResident… in csrc/linear_impl.cuh)."""
 MAX_ROWS_OF_FP8 = 8
@@ -200,7 +203,7 @@ def gated_mlp(
     """
     residual, is_swiglu = hidden if adds else None, not between.is_gelu and between.limit is None
     if not (is_swiglu and _multiplies_codes(gate_up) and _multiplies_codes(down)) or (
-        norm is None or _kernels((hidden,), gate_up, (norm,)) is not None
+        norm is None or _kernels((hidden,), gate_up, (norm,), is_gated=True) is not None
     ):
         inner = gated(hidden, gate_up, norm, between)
         return linear((inner,), down, residual=residual, in_place=adds, copy_to=copy_to)
@@ -221,7 +224,7 @@ def gated(x: Tensor, layer: Linear, norm: RMSNorm | None, between: GateAndMul) -
     """Returns between(layer(norm(x))), [T, I], of a layer whose outputs are gate and up."""
     if norm is None:  # that csrc's kernels take none was not tried
         return between(linear((x,), layer))
-    kernels = _kernels((x,), layer, (norm,)) if between.limit is None else None
+    kernels = _kernels((x,), layer, (norm,), is_gated=True) if between.limit is None else None
     is_served = not between.is_gelu or layer.fp8 is None  # gelu of FP8 products was not measured
     if kernels is None or layer.out_features % 16 or not is_served:
         return between(linear((x,), layer, (norm,)))
@@ -280,7 +283,7 @@ def is_one_kernel(inputs: Inputs, layer: Any, norms: Norms) -> bool:
     return _kernels(inputs, layer, norms) is not None
 
 
-def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
+def _kernels(inputs: Inputs, layer: Any, norms: Norms, is_gated: bool = False) -> Any:
     """Returns the module with the kernels if they serve these tensors, else None."""
     x = inputs[0]
     if not (x.is_cuda and 0 < x.shape[0] <= MAX_TILED_ROWS):
@@ -300,7 +303,7 @@ def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
     elif layer.fp8 is not None:
         if not _reads_fp8(layer, inputs):
             return None
-    elif _reads_floats(layer.weight, inputs, bool(norms)):
+    elif _reads_floats(layer.weight, inputs, bool(norms), is_gated):
         tensors.append(layer.weight)
     else:
         return None
@@ -309,21 +312,29 @@ def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
     return native.kernels(x) if all(_is_readable(t, x) for t in inputs) else None
 
 
-def _reads_floats(weight: Tensor, inputs: Inputs, has_norms: bool) -> bool:
+def _reads_floats(weight: Tensor, inputs: Inputs, has_norms: bool, is_gated: bool) -> bool:
     """Whether a kernel for weights in 16 bits takes these rows, and is the fastest."""
     rows, (outs, columns), values = inputs[0].shape[0], weight.shape, weight.numel()
     takes_inputs = len(inputs) == 1 or has_norms
     is_tiled = takes_inputs and outs % TILE == 0 and columns <= MAX_TILED_COLUMNS
     if values >= (LARGE_NARROW if is_tiled and columns <= NARROW else LARGE):
-        is_few = rows <= MAX_ROWS_OF_LARGE
-        is_deep = rows <= MAX_ROWS_OF_DEEP and columns >= DEEP and len(inputs) == 1
+        is_few, is_deep = rows <= MAX_ROWS_OF_LARGE, columns >= DEEP and len(inputs) == 1
+        if rows > (MAX_ROWS_OF_DEEP if is_deep else MAX_ROWS_OF_LARGE):
+            is_tiled &= rows <= MAX_ROWS_OF_FILLING and columns <= MAX_COLUMNS_OF_FILLING
+            return is_deep and is_tiled and _fills(outs, has_norms, is_gated)
         most_bytes = MAX_NORMED_BYTES if is_few else MAX_NORMED_BYTES_OF_DEEP
-        fits = not has_norms or rows * (2 * columns + 64) <= most_bytes
-        return (is_few or is_deep) and fits
+        return not has_norms or rows * (2 * columns + 64) <= most_bytes
     most = MAX_TILED_NORMED_PRODUCTS if has_norms else MAX_TILED_PRODUCTS
     is_few = rows <= (MAX_ROWS if values < LARGE else MAX_ROWS_OF_DEEP)
     is_served = rows * values <= most or _runs_at_once(rows, outs, columns, has_norms)
     return is_few or (is_tiled and is_served)
+
+
+def _fills(outs: int, has_norms: bool, is_gated: bool) -> bool:
+    """Whether a large weight's tiles have a thread block for nearly every multiprocessor, and no
+    more (launch_large in csrc)."""
+    blocks = -(-outs // (96 if is_gated else 32)) * (1 if has_norms else 2)
+    return 3 * MULTIPROCESSORS <= 4 * blocks <= 4 * MULTIPROCESSORS
 
 
 def _runs_at_once(rows: int, outs: int, columns: int, has_norms: bool) -> bool:

@@ -138,6 +138,8 @@ template <typename T, Epilogue E, int kNorms, int kBlocks, int kOuts, int kStage
 __global__ void __launch_bounds__(kTileWarps * 32, least_at_once(kBlocks * kOuts, kNorms == 2 || kRests))
     tile_linear(const __grid_constant__ LinearParams p) {
   constexpr bool kNorm = kNorms > 0, kTwo = kNorms == 2;
+  // Longer rings are of large weights, whose bandwidth needs no further requests.
+  constexpr bool kAsks = kTwo || kStages <= 5;
   static_assert(!kTwo || kSplit == 1, "two inputs' sums are joined in one block");
   static_assert(!kRests || has_registers(kBlocks, kOuts, kStages), "fragments of all steps are registers");
   using Sizes = Tiling<kBlocks, kOuts, kStages, kSplit, kTwo>;
@@ -207,7 +209,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, least_at_once(kBlocks * kOuts
 #pragma unroll 1
   for (int step = 0; step < early; ++step) fetch_weights(step);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kOuts * (steps - early); i += kThreads) {
+  for (int i = threadIdx.x; kAsks && i < kOuts * (steps - early); i += kThreads) {
     const int column = (first_step + early + i / kOuts) * kStep;
     const T* const line = weight_row(i % kOuts) + min(column, p.k - 8);
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
