@@ -861,6 +861,7 @@ def test_contexts_of_a_sweep_are_padded(run, fake, monkeypatch):
         (["--speculative", "none"], "nothing to compare"),
         (["--csv", "nowhere/t.csv"], "is not there"),
         (["--max-tokens", "8192"], "more than the model's 8192"),
+        (["--max-tokens", "1"], "no step would follow to be measured"),
         (["--csv", "t", "--json-file", "./t"], "--csv and --json-file are both t: name two files"),
         (["--prefill-batch-size", "2"], "--prefill-batch-size 2 is above --concurrency 1"),
         (["--prefill-batch-size", "0"], "--prefill-batch-size 0: give 1 or more, or auto"),
@@ -870,6 +871,13 @@ def test_contexts_of_a_sweep_are_padded(run, fake, monkeypatch):
 def test_what_a_sweep_refuses(run, arguments, message):
     code, _, err = run(*SWEEP, *arguments)
     assert code == 2 and message in error_line(err)
+
+
+def test_one_token_is_nothing_to_measure(run, fake):
+    for command in ("bench", "acceptance"):
+        code, _, err = run(command, "--speculative", "ngram", "--max-tokens", "1")
+        assert code == 2 and "--max-tokens 1: " in error_line(err)
+    assert fake.built == []
 
 
 def test_a_fixed_length_above_k_is_refused_before_an_engine_is_loaded(run, fake):

@@ -255,7 +255,7 @@ def _foreign_loop(
         )  # fmt: skip
         request.is_generation = not is_context
         spec.populate_sampling_params_for_one_model([request])
-        logits = model(torch.tensor([rows]), past_key_values=cache, use_cache=True).logits[0]
+        logits = model(torch.tensor([rows]), None, None, cache, use_cache=True).logits[0]
         positions = cache.get_seq_length() - len(rows) + torch.arange(len(rows))
         spec.positions = positions[-1:] + 1 if is_context else positions + 1
         meta = ForeignMetadata(1, int(is_context), len(rows) if is_context else 0)

@@ -374,6 +374,23 @@ def test_a_draft_that_ends_a_grammar_is_counted(target: Path) -> None:
     assert request.accepted_lens == {3: 1} and stats.acceptance_per_position == [1.0, 1.0, 1.0]
 
 
+def test_drafts_behind_a_grammars_end_are_not_counted(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are accepted, whatever they are."""
+    monkeypatch.setenv("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "3")
+    texts = token_texts()
+    params = SamplingParams(guided_decoding=GuidedDecodingParams(choice=["ea"]))
+    with cpu_engine(target, proposing(texts.index("a"), EOS, EOS)) as llm:
+        llm.executor.observer = counts = StepMetrics(llm.max_draft_len)
+        request = llm.executor.enqueue(PROMPT, params)
+        llm.executor.run_until_done()
+        stats = llm.stats()
+    assert request.output_token_ids == [texts.index("e"), texts.index("a"), EOS]
+    assert list(counts.accepted_lens) == [0, 0, 1, 0] and request.accepted_lens == {2: 1}
+    assert stats.acceptance_per_position == [1.0, 1.0, 0.0]
+
+
 def test_a_dead_end_behind_a_rejected_draft_is_no_error(target: Path) -> None:
     """After "ec" the grammar wants "d", which is banned; the target chooses "ea"."""
     texts = token_texts()

@@ -16,7 +16,7 @@ from ..data.acceptance_prompts import AcceptancePrompt, load_prompts, select_pro
 from .engine import load_llm, load_pair, parse_mode
 from .errors import CliError
 from .inputs import encoder
-from .numbers import MAX_TEMPERATURE, parse_contexts, parse_numbers
+from .numbers import MAX_TEMPERATURE, check_max_tokens, parse_contexts, parse_numbers
 from .options import AcceptanceOptions, EngineOptions, JsonOptions
 from .output import check_files, write_json
 from .render import make_console, print_forced
@@ -44,6 +44,7 @@ class Plan:
                 f"--categories {what.categories!r} names none: give some, like chat,code, or leave "
                 "it out for all."
             )
+        check_max_tokens(what.max_tokens)
         temperatures = parse_numbers("--temperatures", what.temperatures, float, 0, MAX_TEMPERATURE)
         contexts = parse_contexts(what.contexts)
         prompts = select_prompts(load_prompts(what.prompts), categories, what.per_category)

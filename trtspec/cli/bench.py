@@ -22,6 +22,7 @@ from ..data.prompts import PROMPT_SETS
 from .engine import check_filters, describe, load_pair, make_sampling_params
 from .errors import EXIT_FAILED, CliError, show_error, show_note
 from .inputs import Prompt, read_prompts, to_inputs
+from .numbers import check_max_tokens
 from .options import (
     EngineOptions,
     JsonOptions,
@@ -63,6 +64,11 @@ class Side:
     @property
     def tokens_per_second(self) -> float:
         return median(run.tokens_per_second for run in self.runs)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether any answer has more than its first token, which comes with the prompt."""
+        return any(len(ids) > 1 for ids in self.token_ids)
 
     @property
     def acceptance_length(self) -> float:
@@ -116,6 +122,7 @@ def run_bench(
     """Returns the exit code: 0, or 1 when a request failed."""
     prompts = read_prompts(given)
     check_writable(output.json_file)
+    check_max_tokens(sampling.max_tokens)
     if sampling.temperature > 0 and sampling.seed is None:  # else the two could never agree
         sampling = replace(sampling, seed=0)
     params = make_sampling_params(sampling)
@@ -268,7 +275,7 @@ def _print_report(console: Console, about: dict[str, Any], results: Sequence[Set
             f"{result.name} ({result.num_prompts})",
             f"{result.plain.tokens_per_second:.1f}",
             f"{result.speculative.tokens_per_second:.1f}",
-            f"{result.speedup:.2f}x",
+            f"{result.speedup:.2f}x" if result.speculative.decodes else "-",
             f"{result.speculative.acceptance_length:.2f}",
             Text("other draws of the same distribution")
             if about["draws_anew"]

@@ -1,4 +1,4 @@
-"""Reads lists of numbers like `0,0.7,1`."""
+"""Reads lists of numbers like `0,0.7,1`, and checks a number."""
 
 from __future__ import annotations
 
@@ -31,3 +31,12 @@ def parse_numbers(option: str, text: str, kind: type[N], low: float, high: float
 def parse_contexts(text: str | None) -> list[int]:
     """Returns the lengths of `--contexts`, none where it is not given."""
     return [] if text is None else parse_numbers("--contexts", text, int, 1, 2**20)
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    """Raises CliError where no answer would have a step to measure."""
+    if max_tokens == 1:
+        raise CliError(
+            "--max-tokens 1: an answer's first token comes with its prompt, and no step would "
+            "follow to be measured. Give 2 or more."
+        )

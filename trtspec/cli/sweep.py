@@ -25,7 +25,7 @@ from .engine import (
 )
 from .errors import CliError, show_note
 from .inputs import read_prompts
-from .numbers import MAX_TEMPERATURE, parse_contexts, parse_numbers
+from .numbers import MAX_TEMPERATURE, check_max_tokens, parse_contexts, parse_numbers
 from .options import EngineOptions, JsonOptions, PromptOptions, SamplingOptions, SweepOptions
 from .output import check_files, write_json
 from .render import finite, make_console
@@ -66,6 +66,7 @@ class SweepCommand:
         from ..report.sweep import Axes
 
         _check_others(options, given, sampling)
+        check_max_tokens(sampling.max_tokens)
         mode = parse_mode(options.speculative)
         can_have_both = mode.drafts_with_network() and not options.two_engine
         possible = [name for name in COLUMNS if name != "both" or can_have_both]

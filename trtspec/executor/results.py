@@ -96,7 +96,7 @@ class RequestResult(NamedTuple):
     is_bad: bool  # its logits held NaN, or nothing above -inf
     yields_token: bool  # False for a chunk inside the prompt
     tokens: list[int]  # accepted drafts, then the bonus; up to the end of a grammar
-    num_accepted: int  # drafts, those behind a grammar's end too
+    num_accepted: int  # drafts, up to the end of a grammar
     num_asked: int  # drafts asked for by its previous step; of those shared out, the verified ones
     num_proposed: int | None  # drafts that it verified, if recorded
     logprobs: list[dict[int, Logprob]] | None  # of each token, if asked for
@@ -113,7 +113,8 @@ class RequestResult(NamedTuple):
         if count >= len(self.tokens):
             return self
         logprobs = None if self.logprobs is None else self.logprobs[:count]
-        return self._replace(tokens=self.tokens[:count], logprobs=logprobs)
+        accepted = min(self.num_accepted, count)
+        return self._replace(tokens=self.tokens[:count], num_accepted=accepted, logprobs=logprobs)
 
 
 Applied = tuple[RequestResult, int]

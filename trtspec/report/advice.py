@@ -57,7 +57,8 @@ def advise(
         batch_size: requests in the step that was timed.
 
     Raises:
-        ConfigError: a number is out of range, or a draft length has no acceptance.
+        ConfigError: a number is out of range, a draft length has no acceptance, or no step had a
+            draft to accept.
     """
     if not step_ms:
         raise ConfigError("step_ms is empty: give the time of at least one draft length.")
@@ -74,6 +75,11 @@ def advise(
     for position, rate in enumerate(conditional, start=1):
         if rate is not None and not 0 <= rate <= 1:
             raise ConfigError(f"conditional rate of draft {position} is {rate!r}: not in 0 … 1.")
+    if max(step_ms) > 0 and conditional[0] is None:
+        raise ConfigError(
+            "No step had a draft to accept, so no draft length can be advised: give prompts with "
+            "longer answers."
+        )
     plain = 1000 * batch_size / step_ms[0] if 0 in step_ms else None
     rows = []
     for draft_len in range(len(conditional) + 1):
