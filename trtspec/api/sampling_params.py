@@ -31,7 +31,8 @@ class SamplingParams(NamesFields):
         max_tokens: most new tokens, >= 1; the engine's max_seq_len ends an output too ("length").
         n: completions of the prompt, each with a seed of its own, in `RequestOutput.outputs`. More
             than one needs a temperature.
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        temperature: 0 is greedy, whatever top_k, top_p and min_p are. Otherwise logits are divided
+            by it.
         top_k: keep the k most likely tokens; 0 is off.
         top_p: keep the smallest set with this probability; 1 is off.
         min_p: drop tokens less likely than this share of the likeliest one; 0 is off. Before top-k

@@ -223,8 +223,17 @@ def _of_dict(prompt: Mapping[str, Any]) -> Any:
 
 
 def with_plain_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Joins a message's parts of text (OpenAI's form) to one text."""
+    """Joins a message's parts of text (OpenAI's form) to one text.
+
+    Raises:
+        RequestError: there is no text, or something else.
+    """
     parts = message.get("content")
+    if parts is None and "content" in message and message.get("role") != "assistant":
+        raise RequestError(
+            f"The content of a message of role {shown(message.get('role'))} is None: give text. "
+            "Only an assistant's may be None, beside tool calls."
+        )
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         return message
     other = [part.get("type") for part in parts if part.get("type") != "text"]
