@@ -127,7 +127,7 @@ inline bool runs_at_once(const LinearParams& p, int rows, int outs, int split) {
   return blocks_of(p, rows, outs, split) <= multiprocessors();
 }
 
-// And whether nearly all multiprocessors have one.
+// And whether three of four multiprocessors have one at least.
 inline bool fills(const LinearParams& p, int rows, int outs, int split) {
   return runs_at_once(p, rows, outs, split) && 4 * blocks_of(p, rows, outs, split) >= 3 * multiprocessors();
 }
@@ -150,7 +150,7 @@ cudaError_t launch_large(const LinearParams& p, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-// A deep weight with few outputs: up to 192 rows find blocks that run at once.
+// A deep weight with few outputs: 33 to 192 rows find blocks that run at once.
 template <typename T, Epilogue E>
 cudaError_t launch_deep(const LinearParams& p, cudaStream_t stream) {
   if (p.rows <= kFewRows) return launch_tile<T, E, 0, 1, 32, 5, 4>(p, stream);

@@ -46,6 +46,12 @@ def is_hopper(device: torch.device) -> bool:
 
 
 @cache
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a CUDA device has."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
 def _load(device: int) -> Any:
     capability = torch.cuda.get_device_capability(device)
     if capability[0] not in GENERATIONS:

@@ -631,7 +631,7 @@ def test_advice_of_the_extremes() -> None:
         (({1: 1.0}, [1.5]), "not in 0"),
         (({1: 1.0}, [float("nan")]), "not in 0"),
         (({1: 1.0}, [0.5], 0), "batch_size=0"),
-        (({0: 1.0, 1: 1.2}, [None]), "No step had a draft"),
+        (({0: 1.0, 1: 1.2}, [None]), "No step was measured"),
     ],
 )
 def test_advice_refuses(arguments: tuple[Any, ...], expected: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from trtspec import native
+from trtspec.layers import fused
 from trtspec.layers.fused import _takes_rope
 from trtspec.ops.layer.rope import CacheWrite, Rope
 
@@ -17,3 +20,69 @@ def test_a_table_that_begins_between_two_numbers_is_left_to_other_kernels() -> N
         table = memory[first : first + 16 * 8].view(16, 8)
         assert table.data_ptr() % 8 == first % 2 * 4
         assert _takes_rope(Rope(table, positions), to, torch.float32) == is_taken
+
+
+# -- weights in 16 bits, by the rules of decision 029 --------------------------------------------
+def rows_served(
+    outs: int, columns: int, *, has_norms: bool = False, is_gated: bool = False
+) -> list[int]:
+    weight = torch.empty(outs, columns, device="meta")
+    return [
+        rows
+        for rows in range(1, fused.MAX_TILED_ROWS + 1)
+        if fused._reads_floats(
+            weight, (torch.empty(rows, columns, device="meta"),), has_norms, is_gated
+        )
+    ]
+
+
+def up_to(most: int) -> list[int]:
+    return list(range(1, most + 1))
+
+
+@pytest.fixture(params=[132, 128, 114, 78, 148])
+def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """An H200's multiprocessors, and those of other GPUs."""
+    monkeypatch.setattr(native, "multiprocessors", lambda device: request.param)
+    return int(request.param)
+
+
+def test_a_small_models_layer(room: int) -> None:
+    """SmolLM2-135M's. gate_up has 2 × 64 blocks of 80 × 48, down_proj 3 × 18 × 2 of 64 × 32."""
+    assert rows_served(960, 576, has_norms=True) == up_to(256)
+    assert rows_served(576, 576) == up_to(256)
+    gate_up = 160 if room >= 128 else 250_000_000 // (3072 * 576)
+    assert rows_served(3072, 576, has_norms=True, is_gated=True) == up_to(gate_up)
+    down = 192 if room >= 108 else 115_000_000 // (576 * 1536)
+    assert rows_served(576, 1536) == up_to(down)
+
+
+def test_a_normed_product_that_is_not_gated_ends_earlier(room: int) -> None:
+    assert rows_served(3072, 576, has_norms=True) == up_to(250_000_000 // (3072 * 576))
+
+
+@pytest.mark.parametrize(
+    ("outs", "columns", "has_norms", "is_gated", "blocks"),
+    [
+        (4096, 2048, True, False, 128),
+        (2048, 2048, False, False, 128),
+        (12288, 2048, True, True, 128),
+        (2048, 6144, False, False, 128),
+        (2048, 2048 + 32, False, False, 128),
+        (3072, 2048, True, False, 96),
+        (6144, 4096, True, False, 192),
+    ],
+)
+def test_17_to_32_rows_of_a_large_weight(
+    room: int, outs: int, columns: int, has_norms: bool, is_gated: bool, blocks: int
+) -> None:
+    """Three of four multiprocessors must have a block, and none two."""
+    fills = 0.75 * room <= blocks <= room
+    served = rows_served(outs, columns, has_norms=has_norms, is_gated=is_gated)
+    assert served == up_to(32 if fills else 16)
+
+
+def test_other_large_weights_end_at_few_rows(room: int) -> None:
+    assert rows_served(2048, 8192) == up_to(16)  # more columns were not measured
+    assert rows_served(4098, 2048) == up_to(16)  # outputs are no multiple of 16
+    assert rows_served(49152, 576, has_norms=True) == up_to(8)  # too few columns

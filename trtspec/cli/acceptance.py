@@ -148,7 +148,9 @@ def _advise(
         ids: the prompts' tokens, the shortest first.
     """
     from ..report import advise, measure_step_ms
+    from ..report.advice import check_measured
 
+    check_measured(report.rates_to_advise)
     start = max(0, (len(ids) - batch) // 2)  # the prompts of middling length
     step_ms = measure_step_ms(
         plain,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from itertools import count
+from math import isnan
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +67,6 @@ class Side:
         return median(run.tokens_per_second for run in self.runs)
 
     @property
-    def decodes(self) -> bool:
-        """Whether any answer has more than its first token, which comes with the prompt."""
-        return any(len(ids) > 1 for ids in self.token_ids)
-
-    @property
     def acceptance_length(self) -> float:
         return median(run.acceptance_length for run in self.runs)
 
@@ -91,8 +87,9 @@ class SetResult:
 
     @property
     def speedup(self) -> float:
-        plain = self.plain.tokens_per_second
-        return self.speculative.tokens_per_second / plain if plain else float("nan")
+        """NaN where an engine had no step: an answer's first token comes with its prompt."""
+        plain, speculative = self.plain.tokens_per_second, self.speculative.tokens_per_second
+        return speculative / plain if plain and speculative else float("nan")
 
     @property
     def differences(self) -> list[int | None]:
@@ -275,7 +272,7 @@ def _print_report(console: Console, about: dict[str, Any], results: Sequence[Set
             f"{result.name} ({result.num_prompts})",
             f"{result.plain.tokens_per_second:.1f}",
             f"{result.speculative.tokens_per_second:.1f}",
-            f"{result.speedup:.2f}x" if result.speculative.decodes else "-",
+            "-" if isnan(result.speedup) else f"{result.speedup:.2f}x",
             f"{result.speculative.acceptance_length:.2f}",
             Text("other draws of the same distribution")
             if about["draws_anew"]

@@ -99,6 +99,7 @@ class RequestResult(NamedTuple):
     num_accepted: int  # drafts, up to the end of a grammar
     num_asked: int  # drafts asked for by its previous step; of those shared out, the verified ones
     num_proposed: int | None  # drafts that it verified, if recorded
+    # (Both are up to the end of a grammar, too: what is behind it was not judged.)
     logprobs: list[dict[int, Logprob]] | None  # of each token, if asked for
     hidden: HiddenRows | None  # if states are saved
     prompt_logprobs: PromptPart | None  # if asked for
@@ -113,8 +114,14 @@ class RequestResult(NamedTuple):
         if count >= len(self.tokens):
             return self
         logprobs = None if self.logprobs is None else self.logprobs[:count]
-        accepted = min(self.num_accepted, count)
-        return self._replace(tokens=self.tokens[:count], num_accepted=accepted, logprobs=logprobs)
+        accepted, proposed = min(self.num_accepted, count), self.num_proposed
+        return self._replace(
+            tokens=self.tokens[:count],
+            num_accepted=accepted,
+            num_asked=min(self.num_asked, accepted),
+            num_proposed=None if proposed is None else min(proposed, accepted),
+            logprobs=logprobs,
+        )
 
 
 Applied = tuple[RequestResult, int]

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from .. import native
 from ..distributed.comm import ALONE
-from ..ops.launch.machine import MULTIPROCESSORS
 from ..ops.layer import cublaslt, four_bits, fp8
 from ..ops.layer.activation import GateAndMul
 from ..ops.layer.copy import copy_rows
@@ -60,11 +59,11 @@ MAX_TILED_PRODUCTS, MAX_TILED_NORMED_PRODUCTS = 115_000_000, 250_000_000
 faster (decision 029). A norm, and what follows it, are further kernels around cuBLAS."""
 MAX_AT_ONCE_COLUMNS, LEAST_WIDE = 640, 2048
 """Columns that all are on their way at once, and outputs of a wide weight with a norm."""
-LEAST_DEEP_COLUMNS, MAX_FEW_OUTS, MAX_ROWS_OF_FEW_OUTS = 1536, 704, 192
-"""Of a weight without a norm whose columns a cluster divides."""
+LEAST_DEEP_COLUMNS, MAX_DEEP_COLUMNS, MAX_ROWS_OF_FEW_OUTS = 1536, 2048, 192
+"""Of a weight without a norm whose columns a cluster divides. More were not measured."""
 MAX_ROWS_OF_FILLING, MAX_COLUMNS_OF_FILLING = 32, 6144
-"""More rows of a deep weight of `LARGE` values, of one input, whose blocks fill the GPU. With more
-columns cuBLAS may be faster."""
+"""More rows of a deep weight of `LARGE` values, of one input, whose blocks fill the GPU. More
+columns were not measured."""
 MAX_NORMED_BYTES, MAX_NORMED_BYTES_OF_DEEP = 104 << 10, 140 << 10
 """Of normed rows of a large weight (kMaxResident… in csrc/linear_impl.cuh)."""
 MAX_ROWS_OF_FP8 = 8
@@ -321,30 +320,36 @@ def _reads_floats(weight: Tensor, inputs: Inputs, has_norms: bool, is_gated: boo
         is_few, is_deep = rows <= MAX_ROWS_OF_LARGE, columns >= DEEP and len(inputs) == 1
         if rows > (MAX_ROWS_OF_DEEP if is_deep else MAX_ROWS_OF_LARGE):
             is_tiled &= rows <= MAX_ROWS_OF_FILLING and columns <= MAX_COLUMNS_OF_FILLING
-            return is_deep and is_tiled and _fills(outs, has_norms, is_gated)
+            return is_deep and is_tiled and _fills(inputs[0], outs, has_norms, is_gated)
         most_bytes = MAX_NORMED_BYTES if is_few else MAX_NORMED_BYTES_OF_DEEP
         return not has_norms or rows * (2 * columns + 64) <= most_bytes
     most = MAX_TILED_NORMED_PRODUCTS if has_norms else MAX_TILED_PRODUCTS
     is_few = rows <= (MAX_ROWS if values < LARGE else MAX_ROWS_OF_DEEP)
-    is_served = rows * values <= most or _runs_at_once(rows, outs, columns, has_norms)
-    return is_few or (is_tiled and is_served)
+    if is_few or not is_tiled:
+        return is_few
+    return rows * values <= most or _runs_at_once(inputs[0], weight, has_norms, is_gated)
 
 
-def _fills(outs: int, has_norms: bool, is_gated: bool) -> bool:
-    """Whether a large weight's tiles have a thread block for nearly every multiprocessor, and no
-    more (launch_large in csrc)."""
+def _fills(x: Tensor, outs: int, has_norms: bool, is_gated: bool) -> bool:
+    """Whether a large weight's tiles have a thread block for three of four multiprocessors at
+    least, and no more than one for each (launch_large in csrc)."""
     blocks = -(-outs // (96 if is_gated else 32)) * (1 if has_norms else 2)
-    return 3 * MULTIPROCESSORS <= 4 * blocks <= 4 * MULTIPROCESSORS
+    room = native.multiprocessors(x.device)
+    return 3 * room <= 4 * blocks <= 4 * room
 
 
-def _runs_at_once(rows: int, outs: int, columns: int, has_norms: bool) -> bool:
-    """Whether tiles were chosen whose thread blocks all run at once (launch_tiles in csrc)."""
+def _runs_at_once(x: Tensor, weight: Tensor, has_norms: bool, is_gated: bool) -> bool:
+    """Whether a small weight's largest tiles have a thread block for each multiprocessor at most
+    (launch_tiles in csrc)."""
+    rows, (outs, columns) = x.shape[0], weight.shape
     if has_norms:
+        is_wide = is_gated and outs >= LEAST_WIDE and columns <= MAX_AT_ONCE_COLUMNS
         blocks = -(-rows // 80) * -(-outs // 48)
-        is_wide = outs >= LEAST_WIDE and columns <= MAX_AT_ONCE_COLUMNS
-        return is_wide and blocks <= MULTIPROCESSORS
-    is_deep = columns >= LEAST_DEEP_COLUMNS and outs <= MAX_FEW_OUTS
-    return is_deep and rows <= MAX_ROWS_OF_FEW_OUTS
+    else:
+        is_wide = rows <= MAX_ROWS_OF_FEW_OUTS
+        is_wide &= LEAST_DEEP_COLUMNS <= columns <= MAX_DEEP_COLUMNS
+        blocks = -(-MAX_ROWS_OF_FEW_OUTS // 64) * -(-outs // 32) * 2
+    return is_wide and blocks <= native.multiprocessors(x.device)
 
 
 def _reads_fp8(layer: Linear, inputs: Inputs) -> bool:

@@ -44,6 +44,15 @@ def expected_tokens(conditional: Sequence[float | None], draft_len: int) -> floa
     return total
 
 
+def check_measured(conditional: Sequence[float | None]) -> None:
+    """Raises ConfigError for rates of no step."""
+    if conditional and conditional[0] is None:
+        raise ConfigError(
+            "No step was measured, so no draft length can be advised: every answer ended with its "
+            "first token. Give prompts with longer answers."
+        )
+
+
 def advise(
     step_ms: dict[int, float], conditional: Sequence[float | None], batch_size: int = 1
 ) -> Advice:
@@ -53,12 +62,12 @@ def advise(
         step_ms: milliseconds of a generation step of the whole batch by draft length; 0 is plain.
         conditional: entry i is the share of draft i+1 accepted where all before it were, measured
             at the largest draft length (`AcceptanceReport.rates_to_advise`). None where that
-            never happened counts as 0.
+            never happened counts as 0; of the first draft it means that nothing was measured.
         batch_size: requests in the step that was timed.
 
     Raises:
-        ConfigError: a number is out of range, a draft length has no acceptance, or no step had a
-            draft to accept.
+        ConfigError: a number is out of range, a draft length has no acceptance, or nothing was
+            measured.
     """
     if not step_ms:
         raise ConfigError("step_ms is empty: give the time of at least one draft length.")
@@ -75,11 +84,8 @@ def advise(
     for position, rate in enumerate(conditional, start=1):
         if rate is not None and not 0 <= rate <= 1:
             raise ConfigError(f"conditional rate of draft {position} is {rate!r}: not in 0 … 1.")
-    if max(step_ms) > 0 and conditional[0] is None:
-        raise ConfigError(
-            "No step had a draft to accept, so no draft length can be advised: give prompts with "
-            "longer answers."
-        )
+    if max(step_ms) > 0:
+        check_measured(conditional)
     plain = 1000 * batch_size / step_ms[0] if 0 in step_ms else None
     rows = []
     for draft_len in range(len(conditional) + 1):

@@ -104,11 +104,6 @@ def measure_acceptance(
     temperatures = list(dict.fromkeys(temperatures))
     if not prompts or not temperatures:
         raise ConfigError("Give at least one prompt and one temperature.")
-    if max_tokens == 1:
-        raise ConfigError(
-            "max_tokens=1: an answer's first token comes with its prompt, and no step would follow "
-            "to be measured. Give 2 or more."
-        )
     interrupt: Interrupted | None = None
     try:
         samples = collect_samples(
@@ -169,7 +164,7 @@ def _report(llm: LLM, settings: dict[str, Any], samples: Sequence[Sample]) -> Ac
         if bucket in buckets[t]
     ]
     warning = None
-    if not any(group.acceptance.num_steps for group in overall):
+    if not any(sample.steps for sample in samples):
         warning = "no step had drafts: every answer ended with its first token"
     elif llm.mode.drafts_with_network() and not settings["forced_acceptance"]:
         warning = dead(overall, _trained_acceptance(llm)) or _undrafted(overall[0])

@@ -3,7 +3,7 @@
 //
 // A block makes a tile of rows and outputs. Columns of x and W come through a ring in shared memory, 128
 // at a time, of which each warp multiplies 16. The warps' sums are joined at the end. The first weights,
-// and a request to have the others in L2, are on their way before the previous kernel has ended. Where all
+// and with short rings a request to have the others in L2, are on their way before the previous kernel has ended. Where all
 // columns have room at once (kRests) a block waits once, and reads all that it multiplies before it begins.
 //
 // Of deep weights with few rows or few outputs a cluster of blocks divides K: a block would be long with
@@ -128,9 +128,10 @@ __host__ __device__ constexpr bool has_registers(int blocks, int outs, int stage
   return blocks == 1 ? stages * (16 + outs) <= 288 : blocks * outs == 64 && stages == 5;
 }
 
-// Blocks that a multiprocessor must have registers for. tile: sums of 16 that a warp has. holds: it has more than these.
-__host__ __device__ constexpr int least_at_once(int tile, bool holds) {
-  return tile > 128 ? 1 : tile > 64 || holds ? 2 : 3;
+// Blocks that a multiprocessor must have registers for, by a block's outputs (rows times outputs of a row) in
+// sixteens, and by whether threads keep fragments of all steps or a second input's sums.
+__host__ __device__ constexpr int least_at_once(int outputs_by_16, bool keeps_more) {
+  return outputs_by_16 > 128 ? 1 : outputs_by_16 > 64 || keeps_more ? 2 : 3;
 }
 
 // n and, if gated, n / 2 multiples of 16 and 8. kNorms: 0 or 1 of one input, or one for each of two.
@@ -138,7 +139,7 @@ template <typename T, Epilogue E, int kNorms, int kBlocks, int kOuts, int kStage
 __global__ void __launch_bounds__(kTileWarps * 32, least_at_once(kBlocks * kOuts, kNorms == 2 || kRests))
     tile_linear(const __grid_constant__ LinearParams p) {
   constexpr bool kNorm = kNorms > 0, kTwo = kNorms == 2;
-  // Longer rings are of large weights, whose bandwidth needs no further requests.
+  // Rings of six steps and more have enough on their way: further requests took longer.
   constexpr bool kAsks = kTwo || kStages <= 5;
   static_assert(!kTwo || kSplit == 1, "two inputs' sums are joined in one block");
   static_assert(!kRests || has_registers(kBlocks, kOuts, kStages), "fragments of all steps are registers");
