@@ -54,8 +54,9 @@ class SamplingParams(NamesFields):
             (`max_concurrency`, `runtime_draft_len`). None draws a seed, so that unseeded requests
             differ.
         stop: a string that ends the output, or up to 1024 of them. It is not part of `text`.
-        stop_token_ids: ids of the model that end the output, as its end tokens do. The one that
-            came is in `token_ids`, and not in `text` (but where a grammar allowed it).
+        stop_token_ids: ids that end the output, as the model's end tokens do. The one that came is
+            in `token_ids`, and not in `text` (but where a grammar allowed it). Ids beyond the
+            vocabulary may be among them, and never come.
         ignore_eos: do not stop at the model's end tokens.
         logprobs: also return each output token's log probability and rank, and those of this many
             likeliest tokens at its position (0 … 20). All are of the model's distribution:

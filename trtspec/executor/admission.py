@@ -93,7 +93,6 @@ class Admission:
             ("logit_bias", [token for token, _ in params.logit_bias_items]),
             ("bad_token_ids", params.bad_token_ids or ()),
             ("bad_words", [int(token) for word in words for token in word]),
-            ("stop_token_ids", params.stop_token_ids or ()),
         ):
             largest = max(ids, default=0)
             if largest >= vocab:
