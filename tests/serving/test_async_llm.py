@@ -857,6 +857,24 @@ def test_a_bell_of_a_closed_loop_holds_no_news_back() -> None:
     assert not task.done()
 
 
+def test_a_task_that_is_cancelled_as_its_result_comes_ends() -> None:
+    """Python 3.11's wait_for returned the result then, and a chat went on without its client."""
+    limit = TimeLimit("It", 5.0)
+
+    async def cancelled_after(turns: int) -> None:
+        task = asyncio.create_task(limit.run(lambda: 1))
+        await asyncio.sleep(0)
+        time.sleep(0.02)  # meanwhile the thread ends, and its result waits for the loop
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        took = task.cancel()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+        assert isinstance(outcome, asyncio.CancelledError) if took else outcome == 1
+
+    for turns in range(6):
+        asyncio.run(cancelled_after(turns))
+
+
 def test_a_time_limit_in_one_loop_after_another() -> None:
     """Threads that outlast their loop are free again when they end."""
     limit, gate = TimeLimit("It", 5.0), threading.Event()

@@ -86,7 +86,9 @@ class TimeLimit:
             self._give_thread_back()
             raise
         try:
-            return await asyncio.wait_for(asyncio.shield(future), self.seconds)
+            # (Python 3.11's wait_for loses a cancellation that comes with the result.)
+            async with asyncio.timeout(self.seconds):
+                return await asyncio.shield(future)
         except TimeoutError:
             raise RequestError(
                 f"{self.what} took more than {self.seconds:g} s: make the request smaller."
@@ -108,7 +110,8 @@ class TimeLimit:
             waiter = _Waiter(loop, loop.create_future())
             self._waiting.append(waiter)
         try:
-            await asyncio.wait_for(asyncio.shield(waiter.granted), self.seconds)
+            async with asyncio.timeout(self.seconds):
+                await asyncio.shield(waiter.granted)
         except BaseException as error:
             with self._gate, suppress(ValueError):  # it was granted meanwhile
                 self._waiting.remove(waiter)
