@@ -76,7 +76,7 @@ def generate(
             captured=captured,
         )
         ids = torch.tensor([rows]).clamp_min(0)  # -1 is "no draft here": any id will do
-        # The fourth argument is the cache. Its name is another one from transformers 5.24 on.
+        # The fourth argument is the cache. Its name depends on transformers' version.
         out = target(ids, None, None, cache, use_cache=True, output_hidden_states=True)
         for layer in layers:  # hidden_states[0] is the embedding
             step.maybe_capture_hidden_states(layer, out.hidden_states[layer + 1][0])

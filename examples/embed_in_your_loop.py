@@ -48,7 +48,7 @@ def main(model_dir: str) -> None:
             state=state,
         )
         ids = torch.tensor([rows]).clamp_min(0)  # -1 is "no draft here": any id will do
-        # The fourth argument is the cache. Its name is another one from transformers 5.24 on.
+        # The fourth argument is the cache. Its name depends on transformers' version.
         logits = target(ids, None, None, cache, use_cache=True).logits[0]
         positions = cache.get_seq_length() - len(rows) + torch.arange(len(rows))
         out = worker(

@@ -2,9 +2,10 @@
 // after the product is done in the same kernel, as in skinny_linear.cuh.
 //
 // A block makes a tile of rows and outputs. Columns of x and W come through a ring in shared memory, 128
-// at a time, of which each warp multiplies 16. The warps' sums are joined at the end. The first weights,
-// and with short rings a request to have the others in L2, are on their way before the previous kernel has ended. Where all
-// columns have room at once (kRests) a block waits once, and reads all that it multiplies before it begins.
+// at a time, of which each warp multiplies 16. The warps' sums are joined at the end. The first weights are
+// on their way before the previous kernel has ended. With short rings so is a request to have the others in
+// L2. Where all columns have room at once (kRests) a block waits once, and reads all that it multiplies
+// before it begins.
 //
 // Of deep weights with few rows or few outputs a cluster of blocks divides K: a block would be long with
 // so many columns, and most multiprocessors would have none.
