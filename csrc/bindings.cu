@@ -111,7 +111,8 @@ void set_four_bits(LinearParams& p, const TensorView& weight, const Optional<Ten
   p.scales = row_scales(p.record, scales, p.n);
 }
 
-LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,
+// ids: rows of a table x0 that the product reads, int32 or int64; none: x0 has them itself.
+LinearParams inputs(const TensorView& x0, const Optional<TensorView>& ids, const Optional<TensorView>& x1,
                     const Optional<TensorView>& norm0, const Optional<TensorView>& norm1,
                     double eps, double offset, const TensorView& weight,
                     const Optional<TensorView>& scales, int64_t group,
@@ -119,16 +120,23 @@ LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,
   LinearParams p = {};
   p.x0 = x0.data_ptr(), p.x0_stride = x0.stride(0);
   p.k_split = static_cast<int>(x0.size(1));
-  p.k = p.k_split;
+  p.k = p.k_split, p.rows = static_cast<int>(x0.size(0));
+  if (ids.has_value()) {
+    const TensorView& of = ids.value();
+    p.ids = of.data_ptr(), p.has_wide_ids = of.dtype().bits == 64, p.table_rows = p.rows;
+    p.rows = static_cast<int>(of.size(0));
+    check(is_dense(of) && (p.has_wide_ids || of.dtype().bits == 32), "ids in int32 or int64");
+    check(x1.has_value() && norm1.has_value() && !scales.has_value(), "ids are for two normed inputs");
+  }
   if (x1.has_value()) {
     p.x1 = x1.value().data_ptr(), p.x1_stride = x1.value().stride(0);
     p.k += static_cast<int>(x1.value().size(1));
-    check(x1.value().size(0) == x0.size(0), "both inputs need the same rows");
+    check(x1.value().size(0) == p.rows, "both inputs need the same rows");
   }
   p.norm0 = data(norm0), p.norm1 = data(norm1), p.eps = static_cast<float>(eps);
   p.offset = static_cast<float>(offset);
   p.weight = weight.data_ptr(), p.bias = data(bias);
-  p.rows = static_cast<int>(x0.size(0)), p.n = static_cast<int>(weight.size(0));
+  p.n = static_cast<int>(weight.size(0));
   p.out = out.data_ptr(), p.out_stride = out.stride(0);
   const bool has_records = weight.ndim() == 3;
   check(weight.size(1) * (has_records ? trtspec::kFourBitStep : 1) == p.k,
@@ -152,7 +160,7 @@ void linear(TensorView x0, Optional<TensorView> x1, Optional<TensorView> norm0,
             Optional<TensorView> norm1, double eps, double offset, TensorView weight,
             Optional<TensorView> scales, int64_t group, Optional<TensorView> bias,
             Optional<TensorView> residual, TensorView out, Optional<TensorView> copy) {
-  LinearParams p = inputs(x0, x1, norm0, norm1, eps, offset, weight, scales, group, bias, out);
+  LinearParams p = inputs(x0, {}, x1, norm0, norm1, eps, offset, weight, scales, group, bias, out);
   if (residual.has_value()) {
     check(!norm0.has_value(), "a residual and a norm in one product are not there");
     p.residual = residual.value().data_ptr(), p.residual_stride = residual.value().stride(0);
@@ -168,18 +176,19 @@ void linear(TensorView x0, Optional<TensorView> x1, Optional<TensorView> norm0,
 void linear_gated(TensorView x, Optional<TensorView> norm, double eps, double offset,
                   TensorView weight, Optional<TensorView> scales, int64_t group,
                   Optional<TensorView> bias, bool is_gelu, TensorView out) {
-  LinearParams p = inputs(x, {}, norm, {}, eps, offset, weight, scales, group, bias, out);
+  LinearParams p = inputs(x, {}, {}, norm, {}, eps, offset, weight, scales, group, bias, out);
   p.is_gelu = is_gelu;
   run(Epilogue::kGated, p, x);
 }
 
-void linear_rope(TensorView x0, Optional<TensorView> x1, Optional<TensorView> norm0,
+// ids: as of `inputs`.
+void linear_rope(TensorView x0, Optional<TensorView> ids, Optional<TensorView> x1, Optional<TensorView> norm0,
                  Optional<TensorView> norm1, double eps, double offset, TensorView weight,
                  Optional<TensorView> scales, int64_t group, Optional<TensorView> bias,
                  TensorView cos_sin, TensorView positions, TensorView slots, int64_t scratch_slot,
                  TensorView k_cache, TensorView v_cache, int64_t q_heads, bool keeps_finite,
                  TensorView out) {
-  LinearParams p = inputs(x0, x1, norm0, norm1, eps, offset, weight, scales, group, bias, out);
+  LinearParams p = inputs(x0, ids, x1, norm0, norm1, eps, offset, weight, scales, group, bias, out);
   p.cos_sin = static_cast<const float*>(cos_sin.data_ptr());
   p.positions = static_cast<const int64_t*>(positions.data_ptr());
   p.slots = static_cast<const int64_t*>(slots.data_ptr());
@@ -191,6 +200,26 @@ void linear_rope(TensorView x0, Optional<TensorView> x1, Optional<TensorView> no
   p.dim = static_cast<int>(k_cache.size(2)), p.keeps_finite = keeps_finite;
   check(p.dim % 16 == 0 && p.n == (p.q_heads + 2 * p.kv_heads) * p.dim, "heads and head_dim");
   run(Epilogue::kRope, p, x0);
+}
+
+// keys: int64 [> rows], zero before and after. tokens: int32 [rows].
+void largest_output(TensorView x, Optional<TensorView> norm, double eps, double offset, TensorView weight,
+                    Optional<TensorView> d2t, TensorView keys, TensorView tokens) {
+  const LinearParams p = inputs(x, {}, {}, norm, {}, eps, offset, weight, {}, 0, {}, x);
+  check(0 < p.rows && p.rows <= trtspec::kNarrowRows, "1 to 8 rows");
+  check(p.k % 32 == 0 && p.k <= trtspec::kMaxNarrow, "input sizes by 32, at most 1,024");
+  check(is_dense(keys) && keys.dtype().bits == 64 && keys.size(0) > p.rows, "a key for each row, and one");
+  check(is_dense(tokens) && tokens.dtype().bits == 32 && tokens.size(0) == p.rows, "room for the tokens");
+  if (d2t.has_value()) {
+    const TensorView& of = d2t.value();
+    check(is_dense(of) && of.dtype().bits == 64 && of.size(0) == p.n, "an offset for each output, int64");
+  }
+  const trtspec::LargestParams largest = {static_cast<unsigned long long*>(keys.data_ptr()),
+                                          static_cast<const int64_t*>(data(d2t)),
+                                          static_cast<int*>(tokens.data_ptr())};
+  by_half_type(x, [&](auto type) {
+    return trtspec::launch_largest<decltype(type)>(p, largest, stream_of(x));
+  });
 }
 
 void check_fp4(const TensorView& weight, const TensorView& scales) {
@@ -711,6 +740,7 @@ void widen_four_bits(TensorView weight, Optional<TensorView> scales, TensorView 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, linear);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(largest_output, largest_output);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(four_bit_tiles, four_bit_tiles);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_tiles, fp8_tiles);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(widen_four_bits, widen_four_bits);

@@ -3,7 +3,7 @@
 
 namespace trtspec {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kThreadsOfRow = 1024;
 
 template <typename T>
 cudaError_t launch_accept(const AcceptParams& p, int num_rows, cudaStream_t stream) {
@@ -19,9 +19,13 @@ cudaError_t launch_accept(const AcceptParams& p, int num_rows, cudaStream_t stre
 template <typename T>
 cudaError_t launch_choose(const DraftParams& p, int num_rows, cudaStream_t stream) {
   const dim3 grid(p.choose.chunks, num_rows);
-  return p.choose.peers.size > 1
-             ? launch(choose_drafts<T, true, kThreads>, grid, kThreads, 0, stream, p)
-             : launch(choose_drafts<T, false, kThreads>, grid, kThreads, 0, stream, p);
+  if (p.choose.peers.size > 1) {
+    return launch(choose_drafts<T, true, kThreads>, grid, kThreads, 0, stream, p);
+  }
+  if (p.choose.chunks == 1) {
+    return launch(choose_drafts<T, false, kThreadsOfRow>, grid, kThreadsOfRow, 0, stream, p);
+  }
+  return launch(choose_drafts<T, false, kThreads>, grid, kThreads, 0, stream, p);
 }
 
 cudaError_t launch_window(const WindowParams& p, int num_requests, cudaStream_t stream) {

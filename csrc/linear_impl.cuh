@@ -6,7 +6,6 @@
 #include <type_traits>
 
 #include "trtspec/launchers.h"
-#include "trtspec/narrow_linear.cuh"
 #include "trtspec/tile_linear.cuh"
 
 namespace trtspec {
@@ -25,10 +24,10 @@ constexpr int kMaxTileColumns = 16 << 10;  // a norm's weights rest in shared me
 // Sizes of tiles go by these (decision 029): rows, columns of a deep weight, outputs of a wide and of a
 // narrow one.
 constexpr int kFewRows = 16, kMaxFewRows = 48, kMaxSomeRows = 64, kMaxMoreRows = 96, kMaxManyRows = 192;
+constexpr int kMaxRowsOfOneBlock = 128;  // of a residual and few columns, in blocks of 16 rows
 constexpr int kMaxLargeColumns = 6144;  // more were not measured with 17 to 32 rows
 constexpr int kDeep = 1536, kDeeper = 2048, kWide = 2048, kFewOutputs = 256;
 constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear
-constexpr int kMaxNarrow = 1024;                    // columns
 // Of narrow_linear, which has a block for each multiprocessor: two must not find room on one, for another
 // would have none. Ring and rows take less.
 constexpr int kLeastShared = 114 << 10;
@@ -86,15 +85,15 @@ cudaError_t launch_stream(const LinearParams& p, cudaStream_t stream) {
   return launch_stream_of<T, E, kNorm, 1, 1, kDepth>(p, stream);
 }
 
-template <typename T, bool kNorm>
-cudaError_t launch_narrow(const LinearParams& p, cudaStream_t stream) {
-  const auto kernel = narrow_linear<T, kNorm, kNarrowWarps, kNarrowDepth>;
+template <typename T, bool kNorm, bool kLargest>
+cudaError_t launch_narrow(const LinearParams& p, const LargestParams& largest, cudaStream_t stream) {
+  const auto kernel = narrow_linear<T, kNorm, kLargest, kNarrowWarps, kNarrowDepth>;
   constexpr int kRing = ring_bytes<true, 1, 1, kNarrowWarps, kNarrowDepth>();
-  static_assert(kRing + 8 * (2 * kMaxNarrow + kPad) <= kLeastShared);
+  static_assert(kRing + kNarrowRows * (2 * kMaxNarrow + kPad) <= kLeastShared);
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kLeastShared);
   if (raised != cudaSuccess) return raised;
-  return launch(kernel, dim3(multiprocessors()), dim3(kNarrowWarps * 32), kLeastShared, stream, p);
+  return launch(kernel, dim3(multiprocessors()), dim3(kNarrowWarps * 32), kLeastShared, stream, p, largest);
 }
 
 template <typename T, Epilogue E, int kNorms, int kBlocks, int kOuts, int kStages, int kSplit = 1,
@@ -132,22 +131,24 @@ inline bool fills(const LinearParams& p, int rows, int outs, int split) {
   return runs_at_once(p, rows, outs, split) && 4 * blocks_of(p, rows, outs, split) >= 3 * multiprocessors();
 }
 
-// A large, deep weight and 17 to 32 rows; cudaErrorInvalidValue where the blocks would be too many or too few.
+// A large, deep weight and 17 to 32 rows: whether its blocks are neither too many nor too few.
+template <Epilogue E, bool kNorm>
+bool large_fills(const LinearParams& p) {
+  if (E == Epilogue::kGated) return fills(p, 32, 96, 1);
+  return fills(p, 32, 32, kNorm ? 1 : 2);
+}
+
+// Such a weight, where `large_fills`.
 template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_large(const LinearParams& p, cudaStream_t stream) {
   if constexpr (E == Epilogue::kGated) {
-    if constexpr (kNorm) {
-      if (fills(p, 32, 96, 1)) return launch_tile<T, E, 1, 2, 96, 6>(p, stream);
-    }
+    return launch_tile<T, E, 1, 2, 96, 6>(p, stream);
   } else if constexpr (kNorm) {
-    if (fills(p, 32, 32, 1)) return launch_tile<T, E, 1, 2, 32, 10>(p, stream);
+    return launch_tile<T, E, 1, 2, 32, 10>(p, stream);
   } else {
-    if (fills(p, 32, 32, 2)) {
-      if (p.k <= 2 * 8 * kStep) return launch_tile<T, E, 0, 2, 32, 8, 2>(p, stream);
-      return launch_tile<T, E, 0, 2, 32, 10, 2>(p, stream);
-    }
+    if (p.k <= 2 * 8 * kStep) return launch_tile<T, E, 0, 2, 32, 8, 2>(p, stream);
+    return launch_tile<T, E, 0, 2, 32, 10, 2>(p, stream);
   }
-  return cudaErrorInvalidValue;
 }
 
 // A deep weight with few outputs: 33 to 192 rows find blocks that run at once.
@@ -196,6 +197,10 @@ cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
     return launch_tile<T, E, kNorm, 1, 32, 5>(p, stream);
   }
   const int most = p.k <= 5 * kStep ? kMaxMoreRows : kMaxSomeRows;  // whether all columns have room at once
+  if constexpr (E == Epilogue::kResidual) {  // as an o_proj; with fewer and with more rows it takes longer
+    const bool is_some = kMaxMoreRows < p.rows && p.rows <= kMaxRowsOfOneBlock;
+    if (is_some && p.k <= 5 * kStep && p.n < kWide) return launch_tile<T, E, kNorm, 1, 32, 5>(p, stream);
+  }
   if (p.rows <= most || p.n < kWide) return launch_tile<T, E, kNorm, 2, 32, 5>(p, stream);
   if (p.rows <= kMaxMoreRows) return launch_tile<T, E, kNorm, 2, 32, 3>(p, stream);
   return launch_tile<T, E, kNorm, 2, 64, 3>(p, stream);
@@ -207,19 +212,21 @@ cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   const bool takes_inputs = p.x1 == nullptr || (kNorm && E != Epilogue::kGated);
   const int64_t large = p.k <= kMaxNarrow ? kLargeNarrow : kLargeWeight;
   const bool is_tiled = takes_inputs && p.n % kTile == 0 && values < large;
+  if (p.ids != nullptr && !(is_tiled && p.x1 != nullptr)) return cudaErrorInvalidValue;
   if (is_tiled && p.k <= kMaxTileColumns) return launch_tiles<T, E, kNorm>(p, stream);
   if (p.rows > kMaxSkinnyRows) return cudaErrorInvalidValue;
+  if constexpr (E == Epilogue::kPlain) {
+    const bool is_narrow = p.rows <= kNarrowRows && p.k <= kMaxNarrow && p.k_split == p.k;
+    if (is_narrow && values >= kLargeWeight) return launch_narrow<T, kNorm, false>(p, {}, stream);
+  }
   const bool is_large = values >= kLargeWeight && p.k >= kDeeper && p.k <= kMaxLargeColumns;
-  if (is_large && p.rows > kMaxStreamRows && p.n % kTile == 0 && p.x1 == nullptr) {
-    const cudaError_t raised = launch_large<T, E, kNorm>(p, stream);
-    if (raised != cudaErrorInvalidValue) return raised;
+  if constexpr (kNorm || E != Epilogue::kGated) {
+    const bool is_some = p.rows > kMaxStreamRows && p.n % kTile == 0 && p.x1 == nullptr;
+    if (is_large && is_some && large_fills<E, kNorm>(p)) return launch_large<T, E, kNorm>(p, stream);
   }
   const bool fits = !kNorm || resident_fits(p);
   const bool is_alone = p.x1 == nullptr || p.rows <= 8;
   if (p.rows <= kMaxStreamRows && values >= kLargeWeight && fits && is_alone) {
-    if constexpr (E == Epilogue::kPlain) {
-      if (p.rows <= 8 && p.k <= kMaxNarrow && p.k_split == p.k) return launch_narrow<T, kNorm>(p, stream);
-    }
     return launch_stream<T, E, kNorm>(p, stream);
   }
   const dim3 grid((p.n + kTile - 1) / kTile), block(kWarps * 32);
@@ -240,6 +247,13 @@ cudaError_t launch_normed(const LinearParams& p, cudaStream_t stream) {
   } else {
     return cudaErrorInvalidValue;  // x times a norm's weight may leave fp16's range
   }
+}
+
+template <typename T>
+cudaError_t launch_largest(const LinearParams& p, const LargestParams& largest, cudaStream_t stream) {
+  if (p.norm0 == nullptr) return launch_narrow<T, false, true>(p, largest, stream);
+  if constexpr (std::is_same_v<T, bf16>) return launch_narrow<T, true, true>(p, largest, stream);
+  return cudaErrorInvalidValue;
 }
 
 template <typename T>

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trtspec import EagleDecodingConfig, MTPDecodingConfig, native
 from trtspec.layers import fused
+from trtspec.layers.embedding import Embedded
 from trtspec.layers.linear import Linear
 from trtspec.layers.norm import RMSNorm
 from trtspec.metadata import SpecMetadata
@@ -23,6 +24,7 @@ from trtspec.ops.step.window import update_window
 from trtspec.ops.tokens import greedy as choose
 from trtspec.ops.tokens import markov_walk
 from trtspec.ops.tokens.markov_walk import MarkovTables
+from trtspec.ops.tokens.sample import greedy_tokens
 from trtspec.workers import Eagle3OneModelWorker, MTPEagleWorker
 
 HAS_KERNELS = torch.cuda.is_available() and native.kernels(torch.empty(1, device="cuda"))
@@ -362,14 +364,22 @@ def test_queries_and_keys_of_two_inputs(served: list[str]) -> None:
     layer, dim = _linear(1152, 15 * 64, torch.bfloat16), 64
     norms = _norm(576, torch.bfloat16), _norm(576, torch.bfloat16, seed=5)
     angles = 10 * _random(40, dim // 2, dtype=torch.float32, seed=6)
-    table = torch.cat([angles.cos(), angles.sin()], -1)
+    table, words = torch.cat([angles.cos(), angles.sin()], -1), _random(50, 576)
     for rows in (1, 4, 33, 128):
-        x = _random(rows, 576), 20 * _random(rows, 576, seed=7)
+        ids = torch.arange(-1, rows - 1, device="cuda") * 3
+        x = words[ids.clamp(0, 49)], 20 * _random(rows, 576, seed=7)
         rope = Rope(table, torch.arange(rows, device="cuda") % 40)
         slots = torch.arange(rows, device="cuda")
         keys, values = (_random(rows + 1, 3, dim, seed=seed) for seed in (8, 9))
         to = CacheWrite(keys, values, slots, scratch_slot=rows)
         q = fused.qkv_rope_and_write(x, layer, norms, rope, 9, to)
+        for given in (ids, ids.int()):
+            others = [_random(rows + 1, 3, dim, seed=10) for _ in "kv"]
+            inputs = Embedded(given, words), x[1]
+            into = to._replace(k_slots=others[0], v_slots=others[1])
+            assert torch.equal(fused.qkv_rope_and_write(inputs, layer, norms, rope, 9, into), q)
+            assert torch.equal(others[0][:rows], keys[:rows])
+            assert torch.equal(others[1][:rows], values[:rows])
         normed = [_exact(t, norm) for t, norm in zip(x, norms, strict=True)]
         qkv = _product(torch.cat(normed, -1), layer).view(rows, -1, dim)
         cos, sin = (t.double() for t in rope.rotation(torch.bfloat16))
@@ -377,7 +387,22 @@ def test_queries_and_keys_of_two_inputs(served: list[str]) -> None:
         _close(q, turned[:, :9])
         _close(keys[:rows], turned[:, 9:])
         _close(values[:rows], qkv[:, 12:])
-    assert served == ["linear_rope"] * 4
+    assert served == ["linear_rope"] * 12
+
+
+def test_rows_of_a_table_that_a_kernel_does_not_look_up(served: list[str]) -> None:
+    words, ids, hidden = _random(50, 64), torch.tensor([3, 60], device="cuda"), _random(2, 64)
+    norms = _norm(64, torch.bfloat16), _norm(64, torch.bfloat16, seed=5)
+    layer, inputs = _linear(128, 40, torch.bfloat16), (Embedded(ids, words), hidden)
+    rows = words[[3, 49]]
+    assert torch.equal(
+        fused.linear(inputs, layer, norms), fused.linear((rows, hidden), layer, norms)
+    )
+    for table, given in ((words.float(), ids), (words[:, :32], ids), (words, ids.repeat(2)[::2])):
+        assert fused._table_of((Embedded(given, table), hidden), layer, norms) is None
+    assert fused._table_of(inputs, layer, norms) is None  # 40 outputs are not tiles
+    assert fused._table_of(inputs, _linear(128, 48, torch.bfloat16), norms) is not None
+    assert "linear_rope" not in served
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2048, 4), (1536, 4), (576, 20), (1536, 100)])
@@ -551,6 +576,58 @@ def test_draft_choice(dtype: torch.dtype, rows: int, vocab: int, served: list[st
     assert torch.equal(choose.choose_drafts(logits, None), chosen.to(torch.int32))
     assert torch.equal(choose.choose_drafts(logits, d2t), (chosen + d2t[chosen]).to(torch.int32))
     assert served == ["choose_drafts"] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(576, 16384), (576, 49152), (960, 10_000), (1024, 4100)])
+def test_largest_output(dtype: torch.dtype, size: tuple[int, int], served: list[str]) -> None:
+    layer, d2t = _linear(*size, dtype), 2 * torch.arange(size[1], device="cuda")
+    assert layer.weight is not None
+    half = size[1] // 2
+    layer.weight.data[half : 2 * half] = layer.weight.data[:half].roll(7, 0)  # equals
+    norms = (None, _norm(size[0], dtype)) if dtype == torch.bfloat16 else (None,)
+    counts = range(1, 9)
+    for rows in counts:
+        x = _random(rows, size[0] + 32, dtype=dtype, seed=rows)[:, : size[0]]
+        x[rows // 2] = float("nan") if rows > 2 else 0.0
+        for norm in norms:
+            exact = _product(_exact(x, norm), layer)
+            logits = fused.linear((x,), layer, () if norm is None else (norm,))
+            expected = greedy_tokens(logits.masked_fill(logits.isnan(), float("-inf")))
+            found = fused.largest_output(x, layer, norm)
+            assert found is not None and torch.equal(found, expected)
+            mapped = fused.largest_output(x, layer, norm, d2t)
+            assert mapped is not None and torch.equal(mapped, 3 * expected)
+            best, own = exact.amax(-1), exact.gather(1, found[:, None].long())[:, 0]
+            assert (best - own).nan_to_num().max() <= 2.0**-7 * best.nan_to_num().abs().max()
+    most = counts[-1] + 1
+    assert fused.largest_output(_random(most, size[0], dtype=dtype), layer, None) is None
+    assert served.count("largest_output") == 2 * len(counts) * len(norms)
+
+
+def test_largest_outputs_one_after_another_in_a_graph() -> None:
+    """Each finds the memory between kernels empty, and may start before the one before ends."""
+    layer, x = _linear(576, 16384, torch.bfloat16), _random(4, 576)
+    powers = torch.tensor([1, 2, 4], device="cuda")  # of 2: nothing is rounded
+
+    def chain() -> list[Tensor]:
+        found = []
+        for rows in (4, 1, 3, 4, 2):
+            part = x[:rows] if not found else x[:rows] * powers[found[-1][:1] % 3]
+            tokens = fused.largest_output(part.contiguous(), layer, None)
+            assert tokens is not None
+            found.append(tokens)
+        return found
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for seed in range(20):
+        x.copy_(_random(4, 576, seed=seed))
+        graph.replay()
+        expected = fused.linear((x,), layer).argmax(-1)
+        assert all(torch.equal(tokens, expected[: len(tokens)].int()) for tokens in captured)
 
 
 def _walk_tables(vocab: int, rank: int, dtype: torch.dtype, maps: bool) -> MarkovTables:

@@ -542,6 +542,40 @@ def test_draft_steps(seed: int, num_seqs: int, count: int) -> None:
 
 
 @CASES
+@given(SEEDS, st.integers(1, 5), st.integers(0, 8), st.integers(1, 4))
+def test_start_chain(seed: int, num_seqs: int, k: int, count: int) -> None:
+    rng = random.Random(seed)
+    max_seq_len, rows = rng.randint(1, 24), rng.randint(1, k + 1)
+    accepted, lens = _accepted(rng, num_seqs, k, rows)
+    tables, pages = _tables(rng, num_seqs)
+    starts = [rng.randrange(max_seq_len) for _ in range(num_seqs)]
+    guarded = [p + r if p + r < max_seq_len else 0 for p in starts for r in range(rows)]
+    meta = replace(
+        _meta_before(num_seqs, tables, pages, max_seq_len),
+        context_lens=(),
+        context_starts=(),
+        num_generations=num_seqs,
+        rows_per_generation=rows,
+        position_ids=ints(guarded, torch.int64),
+    )
+    chain = run("start_chain", meta, ints(accepted).view(num_seqs, k + 1), ints(lens), 5, count)
+    assert chain.ids.tolist() == [t for row in accepted for t in row[:rows]]
+    assert chain.proposing.tolist() == [g * rows + n - 1 for g, n in enumerate(lens)]
+    assert chain.positions.tolist() == [p + n for p, n in zip(starts, lens, strict=True)]
+    assert len(chain.passes) == count
+    for i, step in enumerate(chain.passes):
+        assert step.num_contexts == 0 and step.derived == {}
+        assert (step.num_generations, step.rows_per_generation) == (num_seqs, 1)
+        assert step.max_kv_len == min(12, max_seq_len)
+        for b, (start, length) in enumerate(zip(starts, lens, strict=True)):
+            place = start + length - 1 + i  # from the row that proposes on
+            position = place if place < max_seq_len else 0
+            assert step.position_ids[b] == position and step.kv_lens[b] == position + 1
+            for table, page, own in zip(tables, pages, step.slot_mappings, strict=True):
+                assert own[b] == _slot(table, b, place, page, max_seq_len)
+
+
+@CASES
 @given(SEEDS, st.integers(1, 4), st.integers(0, 3))
 def test_gather_context_inputs(seed: int, num_contexts: int, num_unused: int) -> None:
     """Contexts of random lengths, rows and contexts behind them that are none."""
@@ -724,6 +758,13 @@ def test_finish_drafts(seed: int, num_seqs: int, k: int) -> None:
         for i in range(k):
             fits = i < passes and position + 1 + i < max_seq_len
             assert out[b, i] == (proposals[i][b] if fits else -1)
+    if passes:
+        accepted, lens = _accepted(rng, num_seqs, k, rng.randint(1, k + 1))
+        path = ints(accepted).view(num_seqs, k + 1), ints(lens)
+        proposed = tuple(ints(p) for p in proposals)
+        whole = run("limit_and_lead", *path, proposed, every_other, max_seq_len, k)
+        assert torch.equal(whole[:, 1:], out)
+        assert whole[:, 0].tolist() == [r[n - 1] for r, n in zip(accepted, lens, strict=True)]
 
 
 @CASES

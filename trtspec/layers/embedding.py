@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,30 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return lookup(ids, self.weight)
+
+
+class Embedded(NamedTuple):
+    """Embeddings that are still to be looked up. A product may do it by itself (`fused.py`)."""
+
+    ids: Tensor  # [T] int
+    table: Tensor  # [V, D]
+
+    def rows(self) -> Tensor:
+        """Looks them up, [T, D]."""
+        return lookup(self.ids, self.table)
+
+
+def embed_later(
+    ids: Tensor,
+    table: Any,
+    vocab_size: int,
+    scale: float | None = None,
+    merged: RowEmbeds | None = None,
+) -> Tensor | Embedded:
+    """Returns what `embed` does, or what looks it up if nothing is done to the table's rows."""
+    if merged is None and scale is None and type(table) in (Embedding, nn.Embedding):
+        return Embedded(ids, table.weight)
+    return embed(ids, table, vocab_size, scale, merged)
 
 
 def embed(

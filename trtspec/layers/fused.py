@@ -14,6 +14,7 @@ it is the operations one after the other (`ops/layer/`). A decoder layer is four
 So the pieces of a decoder do not call their norms and do not add. The contract is:
 - Inputs come before their norm, as a tuple: one tensor [T, D], or two whose normed values stand
   side by side (EAGLE-3's embeddings and hidden states). `norms` has one for each, or is empty.
+  The first of two may be ids and a table (`Embedded`), which a kernel looks up itself.
 - A module that owns a product takes the norm before it: `self_attn((hidden,), (norm,), hidden, …)`.
 - `residual` is what the product is added to. With `in_place` the sum takes the residual's memory,
   so a layer returns the stream in the memory of its input. Copy what must outlast it.
@@ -30,16 +31,20 @@ from torch import Tensor
 
 from .. import native
 from ..distributed.comm import ALONE
+from ..ops.launch.tickets import StreamMemory
 from ..ops.layer import cublaslt, four_bits, fp8
 from ..ops.layer.activation import GateAndMul
 from ..ops.layer.copy import copy_rows
 from ..ops.layer.fp8 import Fp8Rows
 from ..ops.layer.rope import CacheWrite, Rope, rope_and_write
+from .embedding import Embedded
 from .linear import Linear
 from .norm import RMSNorm
 
-Inputs = tuple[Tensor, ...]
+Inputs = tuple[Tensor | Embedded, ...]
 """One tensor [T, D], or two that stand side by side."""
+Rows = tuple[Tensor, ...]
+"""Inputs that have been looked up."""
 Norms = tuple[RMSNorm, ...]
 """One for each input, or none."""
 
@@ -70,6 +75,7 @@ MAX_ROWS_OF_FP8 = 8
 MAX_RESTING_BYTES = 140 << 10
 """What the kernel for FP8 weights holds of all rows, at most kMaxResting in csrc."""
 MAX_ROWS_OF_FOUR_BITS = 16
+_KEYS = StreamMemory(torch.int64, least=MAX_ROWS_OF_LARGE + 1)  # zeros between kernels
 MAX_NORMED_BYTES_OF_FOUR_BITS = 68 << 10, 140 << 10
 """What the kernel for weights of 4 bits holds of up to 8 normed rows, and of more."""
 
@@ -93,9 +99,9 @@ def linear(
         copy_to: [T, out] that takes the sum too.
     """
     is_alone = getattr(layer, "sums_over", ALONE).size == 1
-    of_part = copy_to if is_alone else None
+    of_part, rows = copy_to if is_alone else None, _looked_up(inputs)
     out = _over_ranks(
-        layer, residual, lambda added: _own_part(inputs, layer, norms, added, in_place, of_part)
+        layer, residual, lambda added: _own_part(rows, layer, norms, added, in_place, of_part)
     )
     if copy_to is not None and not is_alone:
         copy_rows(out, copy_to)
@@ -112,8 +118,42 @@ def _over_ranks(
     return ranks.all_reduce(own_part(residual if ranks.rank == 0 else None))
 
 
+def _looked_up(inputs: Inputs) -> Rows:
+    return tuple(x.rows() if isinstance(x, Embedded) else x for x in inputs)
+
+
+def largest_output(
+    x: Tensor, layer: Any, norm: RMSNorm | None, d2t: Tensor | None = None
+) -> Tensor | None:
+    """Returns the index of each row's largest output of layer(norm(x)), [T] int32, from one kernel.
+
+    Outputs are compared as the dtype holds them. Of equals the first is taken, a NaN never.
+
+    Args:
+        d2t: [out] int64 offsets, which are added to the indices.
+
+    Returns:
+        None where no kernel serves: make the outputs (`linear`), and choose.
+    """
+    norms: Norms = () if norm is None else (norm,)
+    kernels = _kernels((x,), layer, norms)
+    if kernels is None or layer.weight is None or layer.fp8 is not None or layer.bias is not None:
+        return None
+    if not _is_narrow(layer.weight, (x,)) or x.shape[0] > MAX_ROWS_OF_LARGE:
+        return None
+    if layer.shard.count > 1:
+        return None
+    if d2t is not None and (d2t.dtype != torch.int64 or not d2t.is_contiguous()):
+        return None
+    tokens = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
+    weights = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
+    keys = _KEYS.on(x.device, MAX_ROWS_OF_LARGE + 1)
+    kernels.largest_output(x, *weights, layer.weight, d2t, keys, tokens)
+    return tokens
+
+
 def _own_part(
-    inputs: Inputs,
+    inputs: Rows,
     layer: Any,
     norms: Norms,
     residual: Tensor | None,
@@ -142,7 +182,7 @@ def _own_part(
 
 
 def _unfused(
-    inputs: Inputs, layer: Any, norms: Norms, residual: Tensor | None, in_place: bool
+    inputs: Rows, layer: Any, norms: Norms, residual: Tensor | None, in_place: bool
 ) -> Tensor:
     """`linear` on one rank by libraries, with small kernels around them."""
     if _multiplies_codes(layer):
@@ -250,14 +290,20 @@ def qkv_rope_and_write(
         layer: queries, keys and values of all heads.
         rope, q_heads, to, qk_norms, norms_values: as of `rope_and_write`.
     """
-    dim = to.k_slots.shape[2]
-    kernels = None if qk_norms is not None or dim % 16 else _kernels(inputs, layer, norms)
-    if kernels is None or not _takes_rope(rope, to, inputs[0].dtype):
-        qkv = linear(inputs, layer, norms).view(-1, layer.out_features // dim, dim)
+    dim, table = to.k_slots.shape[2], _table_of(inputs, layer, norms)
+    # The second input then stands for the first, which is of its shape.
+    rows = _looked_up(inputs if table is None else (inputs[1], inputs[1]))
+    kernels = None if qk_norms is not None or dim % 16 else _kernels(rows, layer, norms)
+    if kernels is None or not _takes_rope(rope, to, rows[0].dtype):
+        given = rows if table is None else inputs
+        qkv = linear(given, layer, norms).view(-1, layer.out_features // dim, dim)
         return rope_and_write(qkv, rope, q_heads, to, qk_norms, norms_values)
-    out = inputs[0].new_empty(inputs[0].shape[0], q_heads * dim)
+    out = rows[0].new_empty(rows[0].shape[0], q_heads * dim)
+    x0, *others = _arguments(rows, norms, layer)
     kernels.linear_rope(
-        *_arguments(inputs, norms, layer),
+        x0 if table is None else table.table,
+        None if table is None else table.ids,
+        *others,
         rope.cos_sin,
         rope.position_ids,
         to.slots,
@@ -271,18 +317,32 @@ def qkv_rope_and_write(
     return out.view(-1, q_heads, dim)
 
 
-def _side_by_side(inputs: Inputs, norms: Norms) -> Tensor:
+def _table_of(inputs: Inputs, layer: Any, norms: Norms) -> Embedded | None:
+    """Returns the first of two inputs if the kernel of a small weight looks it up itself."""
+    (first, *others), weight = inputs, getattr(layer, "weight", None)
+    if not isinstance(first, Embedded) or len(others) != 1 or len(norms) != 2:
+        return None
+    if not isinstance(others[0], Tensor) or weight is None or layer.fp8 is not None:
+        return None
+    (ids, table), hidden = first, others[0]
+    is_read = table.dtype == hidden.dtype and table.shape[1] == hidden.shape[1]
+    is_read &= table.is_contiguous() and table.data_ptr() % 16 == 0
+    is_read &= ids.is_contiguous() and ids.dtype in (torch.int32, torch.int64)
+    return first if is_read and _is_tiled(weight, 2, has_norms=True) else None
+
+
+def _side_by_side(inputs: Rows, norms: Norms) -> Tensor:
     if norms:
         inputs = tuple(norm(x) for norm, x in zip(norms, inputs, strict=True))
     return inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=-1)
 
 
-def is_one_kernel(inputs: Inputs, layer: Any, norms: Norms) -> bool:
+def is_one_kernel(inputs: Rows, layer: Any, norms: Norms) -> bool:
     """Whether a kernel takes a product and its norms together."""
     return _kernels(inputs, layer, norms) is not None
 
 
-def _kernels(inputs: Inputs, layer: Any, norms: Norms, is_gated: bool = False) -> Any:
+def _kernels(inputs: Rows, layer: Any, norms: Norms, is_gated: bool = False) -> Any:
     """Returns the module with the kernels if they serve these tensors, else None."""
     x = inputs[0]
     if not (x.is_cuda and 0 < x.shape[0] <= MAX_TILED_ROWS):
@@ -311,12 +371,35 @@ def _kernels(inputs: Inputs, layer: Any, norms: Norms, is_gated: bool = False) -
     return native.kernels(x) if all(_is_readable(t, x) for t in inputs) else None
 
 
-def _reads_floats(weight: Tensor, inputs: Inputs, has_norms: bool, is_gated: bool) -> bool:
+def _takes_tiles(weight: Tensor, count: int, has_norms: bool) -> bool:
+    """Whether tiles take a weight's outputs and columns, and this number of inputs."""
+    takes_inputs = count == 1 or has_norms
+    return takes_inputs and weight.shape[0] % TILE == 0 and weight.shape[1] <= MAX_TILED_COLUMNS
+
+
+def _least_large(weight: Tensor, count: int, has_norms: bool) -> int:
+    """Returns from how many values on a weight is a large one."""
+    is_narrow = _takes_tiles(weight, count, has_norms) and weight.shape[1] <= NARROW
+    return LARGE_NARROW if is_narrow else LARGE
+
+
+def _is_tiled(weight: Tensor, count: int, has_norms: bool) -> bool:
+    """Whether tiles serve a weight and this number of inputs, if a kernel serves."""
+    is_small = weight.numel() < _least_large(weight, count, has_norms)
+    return is_small and _takes_tiles(weight, count, has_norms)
+
+
+def _is_narrow(weight: Tensor, inputs: Rows) -> bool:
+    """Whether narrow_linear of csrc serves a weight, if a kernel serves."""
+    is_large = weight.numel() >= _least_large(weight, 1, False)
+    return is_large and len(inputs) == 1 and weight.shape[1] <= NARROW
+
+
+def _reads_floats(weight: Tensor, inputs: Rows, has_norms: bool, is_gated: bool) -> bool:
     """Whether a kernel for weights in 16 bits takes these rows, and is the fastest."""
     rows, (outs, columns), values = inputs[0].shape[0], weight.shape, weight.numel()
-    takes_inputs = len(inputs) == 1 or has_norms
-    is_tiled = takes_inputs and outs % TILE == 0 and columns <= MAX_TILED_COLUMNS
-    if values >= (LARGE_NARROW if is_tiled and columns <= NARROW else LARGE):
+    is_tiled = _takes_tiles(weight, len(inputs), has_norms)
+    if values >= _least_large(weight, len(inputs), has_norms):
         is_few, is_deep = rows <= MAX_ROWS_OF_LARGE, columns >= DEEP and len(inputs) == 1
         if rows > (MAX_ROWS_OF_DEEP if is_deep else MAX_ROWS_OF_LARGE):
             is_tiled &= rows <= MAX_ROWS_OF_FILLING and columns <= MAX_COLUMNS_OF_FILLING
@@ -352,7 +435,7 @@ def _runs_at_once(x: Tensor, weight: Tensor, has_norms: bool, is_gated: bool) ->
     return is_wide and blocks <= native.multiprocessors(x.device)
 
 
-def _reads_fp8(layer: Linear, inputs: Inputs) -> bool:
+def _reads_fp8(layer: Linear, inputs: Rows) -> bool:
     """Whether the kernel for FP8 weights reads these, and holds these rows."""
     assert layer.weight is not None and layer.scales is not None
     rows, size = inputs[0].shape
@@ -368,7 +451,7 @@ def _reads_fp8(layer: Linear, inputs: Inputs) -> bool:
     return is_dense and layer.weight.data_ptr() % 16 == 0
 
 
-def _reads_four_bits(inputs: Inputs, has_norms: bool) -> bool:
+def _reads_four_bits(inputs: Rows, has_norms: bool) -> bool:
     """Whether the kernel for weights of 4 bits reads these rows, and holds normed ones."""
     rows, size = inputs[0].shape
     if len(inputs) > 1 or inputs[0].dtype != torch.bfloat16 or rows > MAX_ROWS_OF_FOUR_BITS:
@@ -405,7 +488,7 @@ def _takes_pairs(x: Tensor, dtype: torch.dtype) -> bool:
     return is_even and x.dtype == dtype and x.stride(-1) == 1
 
 
-def _arguments(inputs: Inputs, norms: Norms, layer: Linear) -> tuple[Tensor | float | None, ...]:
+def _arguments(inputs: Rows, norms: Norms, layer: Linear) -> tuple[Tensor | float | None, ...]:
     """Returns x0, x1, norm0, norm1, eps, offset and the weight as the kernels take them."""
     x = (*inputs, None)[:2]
     weights = (*(norm.weight for norm in norms), None, None)[:2]

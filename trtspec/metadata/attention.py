@@ -87,6 +87,13 @@ class PackedRows:
     whole: AttentionMetadata
 
 
+class KeptRows(NamedTuple):
+    """Rows of a pass that are computed on once all rows' keys and values are written."""
+
+    rows: Tensor  # [B] int64, one of each request
+    meta: AttentionMetadata  # of a pass of these rows alone
+
+
 @dataclass(frozen=True)
 class AttentionMetadata:
     """One pass over T rows of B requests (C contexts, then G generations).

@@ -40,7 +40,7 @@ from ..layers.fused import Inputs, Norms, gated_mlp, linear, qkv_rope_and_write
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
 from ..layers.vocabulary import sharded, vocabulary_head
-from ..metadata.attention import AttentionMetadata
+from ..metadata.attention import AttentionMetadata, KeptRows
 from ..metadata.embeds import RowEmbeds
 from ..ops.layer.activation import gate_and_mul
 from ..ops.layer.copy import copy_rows
@@ -114,6 +114,7 @@ class Attention(nn.Module):
         rope: Rope,
         meta: AttentionMetadata | DensePass,
         in_place: bool = True,
+        kept: KeptRows | None = None,
     ) -> Tensor:
         """residual + attention over the normed inputs, [T, D].
 
@@ -121,6 +122,7 @@ class Attention(nn.Module):
             inputs: of [T, input_size] together, before their `norms`.
             residual: None adds nothing.
             in_place: the sum takes the residual's memory.
+            kept: returns these rows alone, [B, D], where `keeps_rows`. It needs a residual.
         """
         gate: Tensor | None = None
         if isinstance(meta, DensePass) or self.norms_all_heads or self.gates_output:
@@ -137,7 +139,12 @@ class Attention(nn.Module):
                 q = rope_and_write(heads, rope, self.num_heads, to, *of_heads)
                 out = self._attend_cached(q, meta)
         else:
-            out = self._attend_cached(self._queries(inputs, norms, rope, meta), meta)
+            q = self._queries(inputs, norms, rope, meta)
+            if kept is not None:
+                assert residual is not None and self.keeps_rows
+                own, residual = gather_rows(kept.rows, q.flatten(1), residual)
+                q, meta = own.view(-1, *q.shape[1:]), kept.meta
+            out = self._attend_cached(q, meta)
         if self.g_proj is not None:
             gate = linear(inputs, self.g_proj, norms)  # [T, Hq]
         if gate is not None:
@@ -145,6 +152,11 @@ class Attention(nn.Module):
             out = out.view(-1, self.num_heads, self.head_dim) * scale
         out = out.reshape(-1, self.num_heads * self.head_dim)
         return linear((out,), self.o_proj, residual=residual, in_place=in_place)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether some rows alone can be computed after all rows' keys and values."""
+        return not (self.norms_all_heads or self.gates_output) and self.g_proj is None
 
     @property
     def qk_norms(self) -> tuple[RMSNorm, RMSNorm] | None:

@@ -33,7 +33,7 @@ from ..metadata.guided import GuidedStep
 from ..metadata.spec import SpecMetadata
 from ..metadata.step import StepSizes, batch_shape, first_axis, next_positions
 from ..ops.step.packing import save_chances
-from ..ops.step.rows import next_new_tokens, shift_contexts
+from ..ops.step.rows import NextTokens, next_new_tokens, shift_contexts
 from ..ops.tokens.greedy import choose_drafts
 from ..ops.tokens.probability import best_probabilities
 from ..utils import renamed, to_device
@@ -278,9 +278,13 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         )
         return self.outputs(logits, inputs, self.draft_or_look_up(inputs))
 
-    def draft_or_look_up(self, inputs: DraftInputs) -> Tensor:
+    def draft_or_look_up(self, inputs: DraftInputs) -> Tensor | NextTokens:
         """Returns `draft`'s drafts [B, K], or of some requests what was found in texts."""
         drafts = self.draft(inputs)
+        if isinstance(drafts, NextTokens):
+            if not isinstance(self.lookup, LookupBesideNetwork):
+                return drafts
+            drafts = drafts.drafts
         if not isinstance(drafts, Tensor):
             raise ConfigError(
                 f"{type(self).__name__}.draft returned {type(drafts).__name__}: return drafts "
@@ -352,12 +356,18 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             accepted[:num_contexts, 0] = torch.where(following >= 0, following, sampled)
 
     def outputs(
-        self, logits: Tensor | ShardedLogits, inputs: DraftInputs, next_drafts: Tensor
+        self, logits: Tensor | ShardedLogits, inputs: DraftInputs, next_drafts: Tensor | NextTokens
     ) -> dict[str, Any]:
         """Builds the dictionary that `forward` returns; next_drafts [B, K], or those proposed."""
         accepted, lens = inputs.accepted_tokens, inputs.num_accepted_tokens
-        next_drafts = next_drafts[:, : inputs.step.draft_len]
-        if type(self).build_next_new_tokens is SpecWorkerBase.build_next_new_tokens:
+        is_ours = type(self).build_next_new_tokens is SpecWorkerBase.build_next_new_tokens
+        if isinstance(next_drafts, NextTokens) and not is_ours:
+            next_drafts = next_drafts.drafts
+        if isinstance(next_drafts, Tensor):
+            next_drafts = next_drafts[:, : inputs.step.draft_len]
+        if isinstance(next_drafts, NextTokens):
+            following = next_drafts.tokens
+        elif is_ours:
             following = next_new_tokens(accepted, lens, next_drafts, self.max_draft_len)
         else:  # which takes [B, K]
             unused = self.max_draft_len - next_drafts.shape[1]
@@ -378,11 +388,11 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             (lens.shape[0], self.max_draft_len), -1, dtype=torch.int32, device=lens.device
         )
 
-    def draft(self, inputs: DraftInputs) -> Tensor:
+    def draft(self, inputs: DraftInputs) -> Tensor | NextTokens:
         """Proposes drafts for the next step, [B, K] int32, -1 where there is none.
 
         Each worker writes it. Where fewer are to be proposed (`StepContext.draft_len`), the others
-        need not be there.
+        need not be there. `next_tokens` saves a launch: it makes the step's whole input of them.
         """
         raise NotImplementedError(f"{type(self).__name__} writes forward in place of draft.")
 
@@ -438,6 +448,13 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         """
         logits = self.allowed(logits, d2t, depth)
         return self.propose_allowed(logits, d2t, sampler, last_positions, depth)
+
+    def takes_best_alone(self, sampler: DraftSampler | None) -> bool:
+        """Whether `propose` would do nothing with logits but to choose their best token."""
+        for name in ("propose", "propose_allowed", "_choose", "draft_sampler_greedy"):
+            if getattr(getattr(self, name), "__func__", None) is not getattr(SpecWorkerBase, name):
+                return False  # a worker of its own
+        return sampler is None and self._guided is None and not self.keeps_probabilities
 
     def allowed(
         self, logits: Tensor | ShardedLogits, d2t: Tensor | None, depth: int

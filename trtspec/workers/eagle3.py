@@ -5,8 +5,8 @@ Rows of one request (p = position of the step's first row, n = tokens accepted, 
     pass 0      all rows of the target's pass, at p …     token = the one after each row, hidden =
                                                           the target's at the row
                 row n-1 proposes; rows past it are of rejected drafts, overwritten next step.
-                With prompts a head of one layer writes the keys and values of all rows first,
-                and then reads row n-1 alone.
+                A head of one layer computes row n-1 alone, once the keys and values of all rows
+                are written. With prompts it writes them first, and then reads row n-1.
     pass i >= 1 one row, at p + n - 1 + i                 token = proposal i, hidden = pass i-1's
 
 A drafter that keeps no KV (`advances_positions` is False) reads one row per request at every pass.
@@ -21,24 +21,29 @@ head with several layers by a pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..acceptance.draw import DraftSampler
 from ..errors import ConfigError
-from ..metadata.accepted_path import certain_rows
-from ..metadata.attention import AttentionMetadata
+from ..metadata.accepted_path import AcceptedPath, certain_rows
+from ..metadata.attention import AttentionMetadata, KeptRows
 from ..ops.step.rows import (
+    NextTokens,
     draft_step,
     draft_steps,
     finish_drafts,
     gather_rows,
+    next_tokens,
     shift_for_drafting,
+    start_chain,
 )
 from .base import SpecWorkerBase
 from .heads import (
+    best_tokens,
     draft_source,
     has_text_alone,
     merged_embeds,
@@ -67,6 +72,11 @@ class DraftChain:
         """Returns the drafts [B, K] int32, -1 past the maximum length and where no pass ran."""
         return finish_drafts(self.proposals, self.positions, self.meta.max_seq_len, max_draft_len)
 
+    def next_tokens(self, path: AcceptedPath, max_draft_len: int) -> NextTokens:
+        """Returns them as the next step reads them."""
+        ends = self.positions, self.meta.max_seq_len, max_draft_len
+        return next_tokens(path, self.proposals, *ends)
+
 
 class FirstRows(NamedTuple):
     """What pass 0 reads."""
@@ -74,6 +84,8 @@ class FirstRows(NamedTuple):
     ids: Tensor  # [T] int64, the token after each row of the target's pass
     proposing: Tensor  # [B] int64, the rows that read the last accepted tokens
     positions: Tensor  # [B] int64, of those tokens
+    kept: KeptRows | None = None
+    """The rows that propose, as a pass of their own. None: there are prompts."""
 
 
 class Eagle3OneModelWorker(SpecWorkerBase):
@@ -95,14 +107,14 @@ class Eagle3OneModelWorker(SpecWorkerBase):
     def num_tokens_ahead(self) -> int:
         return 1  # a row reads the token after its own
 
-    def draft(self, inputs: DraftInputs) -> Tensor:
+    def draft(self, inputs: DraftInputs) -> Tensor | NextTokens:
         if inputs.step.draft_len == 0:
             self.skip_passes(inputs)
             return nothing_drafted(inputs)
         chain = self.first_pass(inputs)
         for _ in range(1, inputs.step.draft_len):
             chain = self.next_pass(chain)
-        return chain.draft_tokens(self.max_draft_len)
+        return chain.next_tokens(inputs.path, self.max_draft_len)
 
     def skip_passes(self, inputs: DraftInputs) -> None:
         """Does in place of the draft passes what the head needs where nothing is drafted."""
@@ -119,25 +131,28 @@ class Eagle3OneModelWorker(SpecWorkerBase):
                 "The head drafts in parallel and was not trained to read its own proposals: make "
                 "the worker with create_worker(config, head.config.mask_token_id)."
             )
+        path, further = inputs.path, inputs.step.draft_len - 1
+        next_metas: Sequence[AttentionMetadata] = ()
         if meta.num_contexts:
             certain = certain_rows(meta)
-            ids, rows = shifted_input_ids(self, inputs, meta), inputs.path.last_rows(certain)
-            positions = inputs.path.next_positions(meta.position_ids[certain])
-        else:  # the same in one launch
-            ids, rows, positions = shift_for_drafting(
-                inputs.accepted_tokens,
-                inputs.num_accepted_tokens,
-                meta.position_ids,
-                meta.rows_per_generation,
+            first = FirstRows(
+                shifted_input_ids(self, inputs, meta),
+                path.last_rows(certain),
+                path.next_positions(meta.position_ids[certain]),
             )
-        first = FirstRows(ids, rows, positions)
-        further = inputs.step.draft_len - 1
-        next_metas: tuple[AttentionMetadata, ...] = ()
-        if further > 0 and model.advances_positions:
-            # The row of pass 1 is at the last accepted token's position, and reads the token after.
-            next_metas = draft_steps(meta, positions, self.max_draft_len, further)
+            if further > 0 and model.advances_positions:
+                # Pass 1 is at the last accepted token's position, and reads the token after.
+                next_metas = draft_steps(meta, first.positions, self.max_draft_len, further)
+        elif model.advances_positions:  # the same in one launch
+            start = start_chain(meta, path.tokens, path.lens, self.max_draft_len, further + 1)
+            own, *next_metas = start.passes
+            kept = KeptRows(start.proposing, own)
+            first = FirstRows(start.ids, start.proposing, start.positions, kept)
+        else:
+            rows = meta.position_ids, meta.rows_per_generation
+            first = FirstRows(*shift_for_drafting(path.tokens, path.lens, *rows))
         if not model.advances_positions:
-            (last,) = gather_rows(rows, hidden_states)
+            (last,) = gather_rows(first.proposing, hidden_states)
             projected = model.project_target_hidden(last)
             proposing, hidden, fixed_meta = _read_proposing_rows(model, meta, first, projected)
         else:
@@ -146,12 +161,12 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         chain = DraftChain(
             model=model,
             meta=meta,
-            positions=positions,
+            positions=first.positions,
             hidden=hidden,
             proposals=(),
             sampler=self.draft_sampler(inputs),
             fixed_meta=fixed_meta,
-            next_metas=next_metas,
+            next_metas=tuple(next_metas),
         )
         return self._propose(chain, proposing)
 
@@ -169,9 +184,12 @@ class Eagle3OneModelWorker(SpecWorkerBase):
 
     def _propose(self, chain: DraftChain, hidden: Tensor) -> DraftChain:
         """Returns the chain with one more proposal, from hidden [B, H]."""
-        depth = len(chain.proposals)
-        logits = chain.model.compute_logits(hidden, depth)
-        proposal = self.propose(logits, chain.model.d2t, chain.sampler, chain.positions, depth)
+        depth, proposal = len(chain.proposals), None
+        if self.takes_best_alone(chain.sampler):
+            proposal = best_tokens(chain.model, hidden, depth)
+        if proposal is None:
+            logits = chain.model.compute_logits(hidden, depth)
+            proposal = self.propose(logits, chain.model.d2t, chain.sampler, chain.positions, depth)
         return replace(chain, proposals=(*chain.proposals, proposal))
 
 
@@ -193,6 +211,9 @@ def _read_all_rows(
         proposing, feedback, _ = _read_proposing_rows(model, meta, first, projected)
         return proposing, feedback
     embeds = merged_embeds(inputs)
+    if first.kept is not None and getattr(model, "keeps_rows", False):
+        kept: dict[str, Any] = {**embeds, "kept": first.kept}
+        return both_outputs(model(first.ids, meta.position_ids, projected, meta, 0, **kept))
     out = both_outputs(model(first.ids, meta.position_ids, projected, meta, step=0, **embeds))
     proposing, feedback = gather_rows(first.proposing, *out)
     return proposing, feedback

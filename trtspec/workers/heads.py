@@ -32,6 +32,12 @@ def draft_source(inputs: DraftInputs) -> tuple[DraftModel, AttentionMetadata, Te
     return model, meta, inputs.hidden_states
 
 
+def best_tokens(model: DraftModel, hidden: Tensor, step: int) -> Tensor | None:
+    """Returns each row's best token without its logits, [R] int32 target ids, if the model can."""
+    choose = getattr(model, "best_tokens", None)
+    return None if choose is None else cast(Tensor | None, choose(hidden, step))
+
+
 def one_layer(model: DraftModel) -> OneLayerDraftModel | None:
     """Returns a head whose keys and values can be written alone, else None."""
     writes_alone = getattr(model, "writes_kv_alone", False) and hasattr(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
-from ..ops.step.rows import finish_drafts
+from ..ops.step.rows import NextTokens, next_tokens
 from ..ops.step.slots import slot_mapping
 from ..ops.step.window import update_window
 from ..utils import to_device
@@ -81,7 +81,7 @@ class MTPWorker(SpecWorkerBase):
         state["window_tokens"] = torch.zeros(rows, width, dtype=torch.int64, device=device)
         return state
 
-    def draft(self, inputs: DraftInputs) -> Tensor:
+    def draft(self, inputs: DraftInputs) -> NextTokens:
         model, meta, hidden_states = draft_source(inputs)
         step = inputs.step
         slots, reread = step.slot_ids, step.reread_embeds
@@ -116,7 +116,8 @@ class MTPWorker(SpecWorkerBase):
             proposals.append(proposal)
             ids = torch.roll(ids, -1)
             ids[last] = proposal.to(ids.dtype)
-        return finish_drafts(proposals, positions, meta.max_seq_len, self.max_draft_len)
+        ends = positions, meta.max_seq_len, self.max_draft_len
+        return next_tokens(inputs.path, proposals[: step.draft_len], *ends)
 
 
 class _Rows:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..config import DecodingBaseConfig
 from ..distributed.logits import ShardedLogits, gather_logits
 from ..metadata.attention import AttentionMetadata
-from ..ops.step.rows import finish_drafts
+from ..ops.step.rows import NextTokens, next_tokens
 from .base import SpecWorkerBase
 from .protocols import DraftInputs
 
@@ -31,8 +31,8 @@ class OnePassWorker(SpecWorkerBase):
         last_positions: Tensor,
         logits: Tensor | ShardedLogits,
         d2t: Tensor | None,
-    ) -> Tensor:
-        """Draws the drafts: last_positions [B], logits [P * B, Vd] -> [B, K] int32."""
+    ) -> NextTokens:
+        """Draws the drafts: last_positions [B], logits [P * B, Vd] -> K drafts each."""
         batch, sampler = last_positions.shape[0], self.draft_sampler(inputs)
         if sampler is None and inputs.spec_metadata.guided is None:
             proposals = self.propose(logits, d2t, None, last_positions, 0).split(batch)
@@ -41,10 +41,15 @@ class OnePassWorker(SpecWorkerBase):
                 self.propose(part, d2t, sampler, last_positions, depth)
                 for depth, part in enumerate(gather_logits(logits).split(batch))
             )
-        return self.finish(meta, last_positions, proposals)
+        return self.finish(inputs, meta, last_positions, proposals)
 
     def finish(
-        self, meta: AttentionMetadata, last_positions: Tensor, proposals: Sequence[Tensor]
-    ) -> Tensor:
-        """Returns proposals, each [B], as [B, K] int32."""
-        return finish_drafts(proposals, last_positions, meta.max_seq_len, self.max_draft_len)
+        self,
+        inputs: DraftInputs,
+        meta: AttentionMetadata,
+        last_positions: Tensor,
+        proposals: Sequence[Tensor],
+    ) -> NextTokens:
+        """Returns proposals, each [B], as the next step reads them."""
+        ends = last_positions, meta.max_seq_len, self.max_draft_len
+        return next_tokens(inputs.path, proposals[: inputs.step.draft_len], *ends)

@@ -3,7 +3,7 @@
 // The vocabulary of a row is cut into chunks, one block each. A block leaves its best entry in
 // `partial` and takes a ticket. The block with the last ticket of a request joins the chunks of all
 // its rows and finishes the request: one kernel from logits to accepted tokens. At the end the
-// tickets are zero again.
+// tickets are zero again. A draft of a row that is one chunk needs neither.
 //
 // Ranks that each have a part of the vocabulary compare their best entries before that: one packet
 // for each row and rank.
@@ -140,11 +140,14 @@ __device__ inline ChunkBest best_of_chunk(const ChooseParams& p, int row, int ch
   };
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) join(across(mask));
-  __shared__ ChunkBest of_warp[kThreads / 32];
+  constexpr int kWarps = kThreads / 32;
+  __shared__ ChunkBest of_warp[kWarps];
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = best;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int w = 1; w < kThreads / 32; ++w) join(of_warp[w]);
+  if (threadIdx.x < 32) {
+    best = of_warp[threadIdx.x % kWarps];  // of each as often
+#pragma unroll
+    for (int mask = kWarps / 2; mask > 0; mask /= 2) join(across(mask));
   }
   return best;
 }
@@ -311,12 +314,15 @@ __global__ void __launch_bounds__(kThreads) choose_drafts(const __grid_constant_
   const ChooseParams& c = p.choose;
   const Round round = begin<kRanks>(c);
   const int row = blockIdx.y;
-  const ChunkBest mine = best_of_chunk<T, false, kThreads>(c, row, blockIdx.x, NAN);
-  if (threadIdx.x == 0) c.partial[static_cast<int64_t>(row) * c.chunks + blockIdx.x] = mine;
-  const bool finishes = is_last(c, row, c.chunks);
-  if (kRanks && threadIdx.x == 0) end_round(c.peers, round, gridDim.y, gridDim.x * gridDim.y);
-  if (!finishes || threadIdx.x >= 32) return;
-  ChunkBest best = join_chunks<false>(c, row);
+  ChunkBest best = best_of_chunk<T, false, kThreads>(c, row, blockIdx.x, NAN);
+  if (kRanks || c.chunks > 1) {
+    if (threadIdx.x == 0) c.partial[static_cast<int64_t>(row) * c.chunks + blockIdx.x] = best;
+    const bool finishes = is_last(c, row, c.chunks);
+    if (kRanks && threadIdx.x == 0) end_round(c.peers, round, gridDim.y, gridDim.x * gridDim.y);
+    if (!finishes) return;
+    if (threadIdx.x < 32) best = join_chunks<false>(c, row);
+  }
+  if (threadIdx.x >= 32) return;
   if constexpr (kRanks) best = join_ranks(c, round, row, best);
   const int index = best.index;
   if (threadIdx.x == 0) {

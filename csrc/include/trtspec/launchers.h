@@ -12,6 +12,7 @@
 #include "four_bit_tiles.cuh"
 #include "fp8_tiles.cuh"
 #include "markov_walk.cuh"
+#include "narrow_linear.cuh"
 #include "prompt_attention.cuh"
 #include "skinny_linear.cuh"
 
@@ -23,6 +24,11 @@ constexpr int kMaxLinearRows = 256;
 // of two with norms. k and k_split multiples of 32. A norm with bf16 alone.
 template <typename T>
 cudaError_t launch_linear(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
+
+// The largest output of each row. Rows 1 … kNarrowRows; k at most kMaxNarrow, a multiple of 32; one input,
+// no bias. A norm with bf16 alone.
+template <typename T>
+cudaError_t launch_largest(const LinearParams& params, const LargestParams& largest, cudaStream_t stream);
 
 // FP8 weights, bf16 otherwise. Rows 1 … kMaxFp8Rows, as many as fit into shared memory; k, and with
 // kGroups the group, a multiple of 64; one input.

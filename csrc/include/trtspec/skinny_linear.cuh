@@ -23,6 +23,10 @@ struct LinearParams {
   const void* x0;
   const void* x1;
   int64_t x0_stride, x1_stride;
+  // Which rows of a table are x0's (tile_linear.cuh), null: all, in turn. Those outside the table are its ends.
+  const void* ids;  // [rows] int32, or int64
+  bool has_wide_ids;
+  int table_rows;
   int k_split;
   const void* norm0;  // [k_split] RMSNorm weights, null: no norm
   const void* norm1;  // [k - k_split]

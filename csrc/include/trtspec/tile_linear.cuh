@@ -135,6 +135,13 @@ __host__ __device__ constexpr int least_at_once(int outputs_by_16, bool keeps_mo
   return outputs_by_16 > 128 ? 1 : outputs_by_16 > 64 || keeps_more ? 2 : 3;
 }
 
+// The row of x0 that row m of the product reads.
+__device__ inline int64_t row_of_table(const LinearParams& p, int m) {
+  if (p.ids == nullptr) return m;
+  const int64_t id = p.has_wide_ids ? static_cast<const int64_t*>(p.ids)[m] : static_cast<const int*>(p.ids)[m];
+  return min(max(id, static_cast<int64_t>(0)), static_cast<int64_t>(p.table_rows - 1));
+}
+
 // n and, if gated, n / 2 multiples of 16 and 8. kNorms: 0 or 1 of one input, or one for each of two.
 template <typename T, Epilogue E, int kNorms, int kBlocks, int kOuts, int kStages, int kSplit, bool kRests>
 __global__ void __launch_bounds__(kTileWarps * 32, least_at_once(kBlocks * kOuts, kNorms == 2 || kRests))
@@ -175,14 +182,18 @@ __global__ void __launch_bounds__(kTileWarps * 32, least_at_once(kBlocks * kOuts
   const T *x_from[kOfX], *x1_from[kTwo ? kOfX : 1];
 #pragma unroll
   for (int j = 0; j < kOfWeights; ++j) w_from[j] = weight_row(own_row + j * kApart) + own_column;
+  auto find_x = [&] {
 #pragma unroll
-  for (int j = 0; j < kOfX; ++j) {
-    const int row = min(first_row + own_row + j * kApart, p.rows - 1);
-    x_from[j] = static_cast<const T*>(p.x0) + row * p.x0_stride + own_column;
-    if constexpr (kTwo) {
-      x1_from[j] = static_cast<const T*>(p.x1) + row * p.x1_stride + own_column - p.k_split;
+    for (int j = 0; j < kOfX; ++j) {
+      const int row = min(first_row + own_row + j * kApart, p.rows - 1);
+      const int64_t of_x0 = kTwo ? row_of_table(p, row) : row;
+      x_from[j] = static_cast<const T*>(p.x0) + of_x0 * p.x0_stride + own_column;
+      if constexpr (kTwo) {
+        x1_from[j] = static_cast<const T*>(p.x1) + row * p.x1_stride + own_column - p.k_split;
+      }
     }
-  }
+  };
+  if constexpr (!kTwo) find_x();
   char* const own_place = place(shared, own_row, own_piece);  // kApart is a multiple of 8
   auto fetch_weights = [&](int step) {
     char* const stage = own_place + step % kStages * Sizes::kStageBytes + kRows * kRowBytes;
@@ -229,6 +240,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, least_at_once(kBlocks * kOuts
   }
   wait_for_previous();
   let_next_start();
+  if constexpr (kTwo) find_x();  // the kernel before may have written which rows they are
 #pragma unroll
   for (int step = 0; step < kStages; ++step) {
     if (kRests || step < steps) fetch_x(step);

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ...attention.dense import DensePass
 from ...distributed.logits import ShardedLogits
-from ...layers.embedding import Embedding, embed
-from ...layers.fused import Norms, is_one_kernel, linear
+from ...layers.embedding import Embedded, Embedding, embed, embed_later
+from ...layers.fused import Norms, is_one_kernel, largest_output, linear
 from ...layers.linear import Linear
 from ...layers.norm import RMSNorm
 from ...layers.vocabulary import sharded, vocabulary_head
@@ -163,6 +163,15 @@ class DraftHead(nn.Module, ABC):
         logits = linear((hidden,), lm_head, norms)
         return sharded(logits, lm_head, self.config.decoder.parallel)
 
+    def best_tokens(self, hidden: Tensor, step: int) -> Tensor | None:
+        """Returns the target ids of each row's best token, [R, H] -> [R] int32.
+
+        None where no kernel chooses them without the logits.
+        """
+        if type(self).compute_logits is not DraftHead.compute_logits:
+            return None
+        return largest_output(hidden, self.lm_head_of_step(step), self.logits_norm, self.d2t)
+
     @property
     def logits_norm(self) -> RMSNorm | None:
         """The norm between what `forward` returns first and the lm_head; None: there is none."""
@@ -172,6 +181,13 @@ class DraftHead(nn.Module, ABC):
         """[T] -> [T, H], the tokens' scaled by `embedding_scale`."""
         vocab = self.config.decoder.vocab_size
         return embed(input_ids, self.embed_tokens, vocab, self.embedding_scale, inputs_embeds)
+
+    def embed_later(
+        self, input_ids: Tensor, inputs_embeds: RowEmbeds | None = None
+    ) -> Tensor | Embedded:
+        """As `embed`, where a product may look them up."""
+        vocab = self.config.decoder.vocab_size
+        return embed_later(input_ids, self.embed_tokens, vocab, self.embedding_scale, inputs_embeds)
 
     @abstractmethod
     def forward(

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from ...attention.base import AttentionBackend
 from ...attention.dense import DensePass
+from ...layers.embedding import Embedded
 from ...layers.fused import linear
 from ...layers.linear import Linear
 from ...layers.norm import RMSNorm
-from ...metadata.attention import AttentionMetadata
+from ...metadata.attention import AttentionMetadata, KeptRows
 from ...metadata.embeds import RowEmbeds
 from ...ops.layer.rope import Rope
 from ..config import DecoderConfig
@@ -50,12 +51,19 @@ class Eagle3Layer(nn.Module):
         self.mlp = MLP(config.part_of_layer(0))
 
     def forward(
-        self, embeddings: Tensor, hidden: Tensor, rope: Rope, meta: AttentionMetadata | DensePass
+        self,
+        embeddings: Tensor | Embedded,
+        hidden: Tensor,
+        rope: Rope,
+        meta: AttentionMetadata | DensePass,
+        kept: KeptRows | None = None,
     ) -> Tensor:
-        """embeddings, hidden [T, H] -> the layer's output."""
+        """embeddings, hidden [T, H] -> the layer's output, of `kept` rows alone [B, H]."""
         residual = self.hidden_norm(hidden) if self.norm_before_residual else hidden
         norms = self.input_layernorm, self.hidden_norm
-        hidden = self.self_attn((embeddings, hidden), norms, residual, rope, meta, in_place=False)
+        hidden = self.self_attn(
+            (embeddings, hidden), norms, residual, rope, meta, in_place=False, kept=kept
+        )
         return self.mlp(hidden, self.post_attention_layernorm)
 
     def write_kv(
@@ -119,16 +127,24 @@ class Eagle3Head(FeedbackHead):
         attn_metadata: AttentionMetadata | DensePass,
         step: int,
         inputs_embeds: RowEmbeds | None = None,
+        kept: KeptRows | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """As of `DraftHead`; where `keeps_rows`, it can return `kept` rows alone, [B, H]."""
         first, *others = self.rope_tables.at(position_ids, attn_metadata)
-        hidden = self.layers[0](
-            self.embed(input_ids, inputs_embeds), hidden_states, first, attn_metadata
-        )
+        embeddings = self.embed_later(input_ids, inputs_embeds)
+        hidden = self.layers[0](embeddings, hidden_states, first, attn_metadata, kept)
         for layer, rope in zip(self.layers[1:], others, strict=True):
             hidden = layer(hidden, rope, attn_metadata)
         if self.config.norm_output:
             hidden = self.norm(hidden)
         return hidden, hidden
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether a pass can return some rows alone."""
+        layer = self.layers[0]
+        assert isinstance(layer, Eagle3Layer)
+        return self.num_layers == 1 and layer.self_attn.keeps_rows
 
     @property
     def logits_norm(self) -> RMSNorm | None:

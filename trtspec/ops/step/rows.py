@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...metadata.accepted_path import AcceptedPath
 from ...metadata.attention import NULL_BLOCK, AttentionMetadata
 from ...metadata.sampling import SlotSampling
 from ..launch.dispatch import twin
@@ -177,6 +178,34 @@ def shift_for_drafting(
     first = rows * torch.arange(accepted.shape[0], device=accepted.device)
     ids = accepted[:, :rows].flatten().to(torch.int64)
     return ids, first + lens - 1, position_ids[first] + lens
+
+
+class ChainStart(NamedTuple):
+    """What a head reads after a pass of generations alone, and the passes that follow."""
+
+    ids: Tensor  # [G*R] int64, the token after each row
+    proposing: Tensor  # [G] int64, the row whose next token is the last accepted one
+    positions: Tensor  # [G] int64, that token's position
+    passes: tuple[AttentionMetadata, ...]
+    """Of one row per request: first of the rows that propose, then of each pass after that."""
+
+
+@twin(_DRAFT_KERNELS)
+def start_chain(
+    meta: AttentionMetadata, accepted: Tensor, lens: Tensor, extra_kv: int, count: int
+) -> ChainStart:
+    """Does `shift_for_drafting`, and prepares the draft passes.
+
+    Args:
+        meta: of G generations, R rows each.
+        accepted: [G, K+1] int32, -1 past the length; lens: [G] int32 in 1 … R.
+        extra_kv: how far a row may lie beyond `meta.max_kv_len` at most.
+        count: of `passes`, at least 1.
+    """
+    ids, proposing, positions = shift_for_drafting(
+        accepted, lens, meta.position_ids, meta.rows_per_generation
+    )
+    return ChainStart(ids, proposing, positions, draft_steps(meta, positions - 1, extra_kv, count))
 
 
 @twin(_DRAFT_KERNELS)
@@ -352,6 +381,46 @@ def gather_distinct(rows: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, .
 def to_target_ids(tokens: Tensor, d2t: Tensor) -> Tensor:
     """Maps draft ids to target ids: tokens [R] int32, offsets d2t [Vd] int64 -> [R] int32."""
     return (tokens + d2t[tokens.to(torch.int64)]).to(torch.int32)
+
+
+class NextTokens(NamedTuple):
+    """The next step's input: each request's last accepted token, then its drafts."""
+
+    tokens: Tensor  # [B, K+1] int32, -1 where there is no draft
+
+    @property
+    def drafts(self) -> Tensor:
+        """[B, K]."""
+        return self.tokens[:, 1:]
+
+
+def next_tokens(
+    path: AcceptedPath,
+    proposals: Sequence[Tensor],
+    positions: Tensor,
+    max_seq_len: int,
+    max_draft_len: int,
+) -> NextTokens:
+    """Builds the next step's input of proposals; further arguments as of `finish_drafts`."""
+    if not proposals:
+        nothing = path.tokens[:, :0]
+        return NextTokens(next_new_tokens(path.tokens, path.lens, nothing, max_draft_len))
+    ends = positions, max_seq_len, max_draft_len
+    return NextTokens(limit_and_lead(path.tokens, path.lens, tuple(proposals), *ends))
+
+
+@twin(_DRAFT_KERNELS)
+def limit_and_lead(
+    accepted: Tensor,
+    lens: Tensor,
+    proposals: tuple[Tensor, ...],
+    positions: Tensor,
+    max_seq_len: int,
+    max_draft_len: int,
+) -> Tensor:
+    """Puts each last accepted token before what `limit_drafts` returns: [B, K+1] int32."""
+    drafts = limit_drafts(proposals, positions, max_seq_len, max_draft_len)
+    return next_new_tokens(accepted, lens, drafts, max_draft_len)
 
 
 def finish_drafts(

@@ -11,9 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...metadata.attention import AttentionMetadata
 from ..launch.triton import after_previous, dependent_launch
-from .rows import BlockRows, MaskedRows
-from .triton_rows import BLOCK, AcceptedTokens, Grid, ints
+from .rows import BlockRows, ChainStart, MaskedRows
+from .triton_rows import (
+    ALIGNED,
+    BLOCK,
+    AcceptedTokens,
+    Grid,
+    KvGroups,
+    StepRoom,
+    ints,
+    passes_of,
+    store_slots,
+)
 
 
 def shift_for_drafting(
@@ -57,6 +68,85 @@ def _shift_kernel(
     length = tl.load(accepted.lens + seq).to(tl.int64)
     tl.store(last_ptr + seq, seq * rows + length - 1)
     tl.store(last_position_ptr + seq, tl.load(position_ptr + seq * rows).to(tl.int64) + length)
+
+
+class _ChainRoom(NamedTuple):
+    """What `start_chain` writes beside its passes."""
+
+    ids: Tensor  # [G*R] int64
+    proposing: Tensor  # [G] int64
+    positions: Tensor  # [G] int64
+
+
+def start_chain(
+    meta: AttentionMetadata, accepted: Tensor, lens: Tensor, extra_kv: int, count: int
+) -> ChainStart:
+    """Finds what a head reads, the rows that propose, and the passes that follow."""
+    num_seqs, rows = accepted.shape[0], meta.rows_per_generation
+    width = triton.cdiv(num_seqs, ALIGNED) * ALIGNED
+    page_sizes = tuple(group.page_size for group in meta.kv_groups)
+    groups = KvGroups.of(meta.block_tables, page_sizes, count * width)
+    passes = StepRoom(
+        positions=ints(accepted, count * width),
+        lens=ints(accepted, count * width, dtype=torch.int32),
+        ids=None,
+    )
+    out = _ChainRoom(
+        ids=ints(accepted, num_seqs * rows),
+        proposing=ints(accepted, num_seqs),
+        positions=ints(accepted, num_seqs),
+    )
+    _start_kernel[(num_seqs,)](
+        AcceptedTokens.of(accepted, lens),
+        meta.position_ids,
+        groups,
+        passes,
+        out,
+        rows,
+        count,
+        width,
+        meta.max_seq_len,
+        BLOCK=triton.next_power_of_2(rows),
+        PASSES=triton.next_power_of_2(count),
+        num_warps=1,
+        **dependent_launch(accepted),
+    )
+    return ChainStart(*out, passes_of(meta, passes, groups, num_seqs, extra_kv))
+
+
+@triton.jit
+def _start_kernel(
+    accepted,
+    position_ptr,
+    groups,
+    passes,
+    out,
+    rows,
+    count,
+    width,
+    max_seq_len,
+    BLOCK: tl.constexpr,
+    PASSES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    after_previous(PDL)
+    seq = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, BLOCK)
+    mask = row < rows
+    token = tl.load(accepted.tokens + seq * accepted.stride + row, mask=mask, other=0)
+    tl.store(out.ids + seq * rows + row, token.to(tl.int64), mask=mask)
+    length = tl.load(accepted.lens + seq).to(tl.int64)
+    last = tl.load(position_ptr + seq * rows).to(tl.int64) + length
+    tl.store(out.proposing + seq, seq * rows + length - 1)
+    tl.store(out.positions + seq, last)
+    i = tl.arange(0, PASSES)
+    is_pass = i < count
+    inside = is_pass & (last - 1 + i < max_seq_len)
+    position = tl.where(inside, last - 1 + i, 0)
+    index = i.to(tl.int64) * width + seq
+    tl.store(passes.positions + index, position, mask=is_pass)
+    tl.store(passes.lens + index, (position + 1).to(tl.int32), mask=is_pass)
+    store_slots(groups, seq, index, position, inside, is_pass)
 
 
 def last_two_tokens(
@@ -348,31 +438,58 @@ def limit_drafts(
     proposals: tuple[Tensor, ...], positions: Tensor, max_seq_len: int, max_draft_len: int
 ) -> Tensor:
     """Stacks proposals, up to the maximum length."""
-    num_seqs = positions.shape[0]
-    drafts = ints(positions, num_seqs, max_draft_len, dtype=torch.int32)
+    return _limited(None, proposals, positions, max_seq_len, max_draft_len)
+
+
+def limit_and_lead(
+    accepted: Tensor,
+    lens: Tensor,
+    proposals: tuple[Tensor, ...],
+    positions: Tensor,
+    max_seq_len: int,
+    max_draft_len: int,
+) -> Tensor:
+    """Stacks proposals behind each request's last accepted token."""
+    before = AcceptedTokens.of(accepted, lens)
+    return _limited(before, proposals, positions, max_seq_len, max_draft_len)
+
+
+def _limited(
+    accepted: AcceptedTokens | None,
+    proposals: tuple[Tensor, ...],
+    positions: Tensor,
+    max_seq_len: int,
+    max_draft_len: int,
+) -> Tensor:
+    num_seqs, columns = positions.shape[0], max_draft_len + (accepted is not None)
+    out = ints(positions, num_seqs, columns, dtype=torch.int32)
     _limit_kernel[(triton.cdiv(num_seqs, BLOCK),)](
+        accepted,
         proposals,
         positions,
         positions.stride(0),
-        drafts,
+        out,
         num_seqs,
         max_seq_len,
-        WIDTH=max_draft_len,
+        columns,
+        DRAFTS=max_draft_len,
         BLOCK=BLOCK,
         **dependent_launch(positions),
     )
-    return drafts
+    return out
 
 
 @triton.jit
 def _limit_kernel(
+    accepted,
     proposal_ptrs,
     position_ptr,
     position_seq,
-    draft_ptr,
+    out_ptr,
     num_seqs,
     max_seq_len,
-    WIDTH: tl.constexpr,
+    columns,
+    DRAFTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -380,12 +497,18 @@ def _limit_kernel(
     seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = seq < num_seqs
     room = max_seq_len - 1 - tl.load(position_ptr + seq * position_seq, mask=mask, other=0)
-    for i in tl.static_range(WIDTH):
+    row_ptr = out_ptr + seq * columns
+    if accepted is not None:
+        length = tl.load(accepted.lens + seq, mask=mask, other=1)
+        entry = accepted.tokens + seq.to(tl.int64) * accepted.stride + length - 1
+        tl.store(row_ptr, tl.load(entry, mask=mask, other=0).to(tl.int32), mask=mask)
+        row_ptr += 1
+    for i in tl.static_range(DRAFTS):
         draft = tl.full([BLOCK], -1, tl.int32)
         if i < len(proposal_ptrs):
             proposal = tl.load(proposal_ptrs[i] + seq, mask=mask & (i < room), other=-1)
             draft = proposal.to(tl.int32)
-        tl.store(draft_ptr + seq * WIDTH + i, draft, mask=mask)
+        tl.store(row_ptr + i, draft, mask=mask)
 
 
 def next_new_tokens(accepted: Tensor, lens: Tensor, drafts: Tensor, max_draft_len: int) -> Tensor:

@@ -79,8 +79,8 @@ class _Slots(NamedTuple):
     past_lens: Tensor  # [S] int64
 
 
-class _StepOutputs(NamedTuple):
-    """Outputs of `step`."""
+class StepRoom(NamedTuple):
+    """What `step` and `draft_steps` write."""
 
     positions: Tensor  # [B * R] int64, guarded
     lens: Tensor  # [B] int32, KV lengths
@@ -119,7 +119,7 @@ def step(
     num_seqs, rows = positions.shape
     padded = num_seqs if num_rows is None else num_rows
     groups = KvGroups.of(tables, page_sizes, padded * rows)
-    out = _StepOutputs(
+    out = StepRoom(
         positions=ints(positions, padded * rows),
         lens=ints(positions, padded, dtype=torch.int32),
         ids=None if tokens is None else ints(positions, padded * rows),
@@ -386,7 +386,7 @@ def draft_steps(
     width = triton.cdiv(num_seqs, ALIGNED) * ALIGNED
     page_sizes = tuple(group.page_size for group in meta.kv_groups)
     groups = KvGroups.of(meta.block_tables, page_sizes, count * width)
-    out = _StepOutputs(
+    out = StepRoom(
         positions=ints(positions, count * width),
         lens=ints(positions, count * width, dtype=torch.int32),
         ids=None,
@@ -402,15 +402,24 @@ def draft_steps(
         BLOCK=BLOCK,
         **dependent_launch(positions),
     )
-    at = [slice(i * width, i * width + num_seqs) for i in range(count)]
+    return passes_of(meta, out, groups, num_seqs, extra_kv)
+
+
+def passes_of(
+    meta: AttentionMetadata, out: StepRoom, groups: KvGroups, num_seqs: int, extra_kv: int
+) -> tuple[AttentionMetadata, ...]:
+    """Returns the metadata of passes of one row per request, whose numbers stand one behind the
+    other."""
+    width = triton.cdiv(num_seqs, ALIGNED) * ALIGNED
+    starts = range(0, out.positions.shape[0], width)
     return tuple(
         meta.for_rows(
-            out.positions[one].view(-1, 1),
-            tuple(slots[one] for slots in groups.slots),
+            out.positions[start : start + num_seqs].view(-1, 1),
+            tuple(slots[start : start + num_seqs] for slots in groups.slots),
             extra_kv,
-            out.lens[one],
+            out.lens[start : start + num_seqs],
         )
-        for one in at
+        for start in starts
     )
 
 

@@ -16,6 +16,8 @@ from ..step.rows import to_target_ids
 from .sample import greedy_tokens
 
 MAX_CHUNKS, MAX_ROWS_PER_REQUEST = 64, 64
+MAX_IN_ONE_CHUNK = 32 << 10
+"""So few logits a single thread block reads faster than several that join what they found."""
 MAX_ROWS = 65_535  # of a CUDA grid in its second dimension
 MAX_ROWS_OVER_RANKS = 512
 _PARTIAL_INTS = 5  # of `ChunkBest` in csrc/include/trtspec/choose.cuh
@@ -101,9 +103,9 @@ def choose_drafts(logits: Tensor | ShardedLogits, d2t: Tensor | None) -> Tensor:
         kernels = None
     if kernels is not None:
         tokens = torch.empty(own.shape[0], dtype=torch.int32, device=own.device)
-        kernels.choose_drafts(
-            own, d2t, ranks.handle, ranks.first_index, *_scratch(own, own.shape[0]), tokens
-        )
+        most = 1 if own.shape[1] <= MAX_IN_ONE_CHUNK else MAX_CHUNKS
+        scratch = _scratch(own, own.shape[0], most)
+        kernels.choose_drafts(own, d2t, ranks.handle, ranks.first_index, *scratch, tokens)
         return tokens
     if isinstance(logits, ShardedLogits):
         tokens, _ = logits.best()
@@ -141,9 +143,9 @@ def _kernels(logits: Tensor, ranks: _Ranks) -> Any:
     return native.kernels(logits) if fits and floats else None
 
 
-def _scratch(logits: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """Returns memory for partial results, and tickets."""
+def _scratch(logits: Tensor, batch: int, most: int = MAX_CHUNKS) -> tuple[Tensor, Tensor]:
+    """Returns memory for partial results of `most` chunks of a row at most, and tickets."""
     rows = logits.shape[0]
-    chunks = max(1, min(MAX_CHUNKS, _BLOCKS // rows))
+    chunks = max(1, min(most, _BLOCKS // rows))
     partial = torch.empty((rows, chunks, _PARTIAL_INTS), dtype=torch.int32, device=logits.device)
     return partial, tickets(logits.device, batch)
