@@ -611,7 +611,7 @@ def test_largest_outputs_one_after_another_in_a_graph() -> None:
     powers = torch.tensor([1, 2, 4], device="cuda")  # of 2: nothing is rounded
 
     def chain() -> list[Tensor]:
-        found = []
+        found: list[Tensor] = []
         for rows in (4, 1, 3, 4, 2):
             part = x[:rows] if not found else x[:rows] * powers[found[-1][:1] % 3]
             tokens = fused.largest_output(part.contiguous(), layer, None)

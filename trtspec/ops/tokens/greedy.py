@@ -16,7 +16,7 @@ from ..step.rows import to_target_ids
 from .sample import greedy_tokens
 
 MAX_CHUNKS, MAX_ROWS_PER_REQUEST = 64, 64
-MAX_IN_ONE_CHUNK = 32 << 10
+MAX_IN_ONE_CHUNK = 16 << 10
 """So few logits a single thread block reads faster than several that join what they found."""
 MAX_ROWS = 65_535  # of a CUDA grid in its second dimension
 MAX_ROWS_OVER_RANKS = 512
