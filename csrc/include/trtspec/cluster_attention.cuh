@@ -9,6 +9,8 @@
 
 #include <cooperative_groups.h>
 
+#include <type_traits>
+
 #include "attend_keys.cuh"
 
 namespace trtspec {
@@ -78,44 +80,70 @@ __global__ void __launch_bounds__(
   const auto cluster = cooperative_groups::this_cluster();
   const int each = (items + active - 1) / active;
   cluster.sync();  // of those that have not returned
-  // Of many blocks' sums four threads join four columns of a pair.
-  constexpr int kLanes = kSize >= 8 ? 4 : 1, kEach = kSize / kLanes, kApart = kWarps * 32 / kLanes;
-  const int lane = threadIdx.x % kLanes, end = min((rank + 1) * each, items);
-  const unsigned together = ((1u << kLanes) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
-  for (int i = rank * each + threadIdx.x / kLanes; i < end; i += kApart) {
-    const int pair = i / kColumns, column = i % kColumns;
-    float2 of[kEach];
-    float4 part[kEach];
+  // Many blocks' sums of four columns of a pair are joined by four threads, or two. One sum is added up in
+  // as many parts by either, in one order.
+  constexpr int kParts = kSize >= 8 ? 4 : 1, kEach = kSize / kParts;
+  auto join_blocks = [&](auto lanes) {
+    constexpr int kLanes = decltype(lanes)::value, kOwn = kParts / kLanes;
+    const int lane = threadIdx.x % kLanes, end = min((rank + 1) * each, items);
+    const unsigned together = ((1u << kLanes) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
+    for (int i = rank * each + threadIdx.x / kLanes; i < end; i += kWarps * 32 / kLanes) {
+      const int pair = i / kColumns, column = i % kColumns;
+      float2 of[kOwn][kEach];
+      float4 part[kOwn][kEach];
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const int r = lane + j * kLanes;
-      of[j] = {-INFINITY, 0.0f}, part[j] = {};
-      if (r >= active) continue;
-      of[j] = *cluster.map_shared_rank(&stats[pair], r);
-      part[j] = *cluster.map_shared_rank(&joined[kSize > 1 ? pair : 0][column], r);
-    }
-    float best = -INFINITY, total = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) best = better(of[j].x, best);
-#pragma unroll
-    for (int mask = 1; mask < kLanes; mask *= 2) {
-      best = better(best, __shfl_xor_sync(together, best, mask));
-    }
-    const float base = base_of(best);
-    float4 sum = {};
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const float weight = exp2_of(of[j].x - base);
-      add_weighted(sum, part[j], weight);
-      total = fmaf(of[j].y, weight, total);
-    }
-#pragma unroll
-    for (int mask = 1; mask < kLanes; mask *= 2) {
-      for (float* part_of : {&sum.x, &sum.y, &sum.z, &sum.w, &total}) {
-        *part_of += __shfl_xor_sync(together, *part_of, mask);
+      for (int n = 0; n < kOwn * kEach; ++n) {
+        const int r = lane + n * kLanes;
+        float2& of_r = of[n % kOwn][n / kOwn];
+        float4& part_of_r = part[n % kOwn][n / kOwn];
+        of_r = {-INFINITY, 0.0f}, part_of_r = {};
+        if (r >= active) continue;
+        of_r = *cluster.map_shared_rank(&stats[pair], r);
+        part_of_r = *cluster.map_shared_rank(&joined[kSize > 1 ? pair : 0][column], r);
       }
+      float best = -INFINITY;
+#pragma unroll
+      for (int n = 0; n < kOwn * kEach; ++n) best = better(of[n % kOwn][n / kOwn].x, best);
+#pragma unroll
+      for (int mask = 1; mask < kLanes; mask *= 2) {
+        best = better(best, __shfl_xor_sync(together, best, mask));
+      }
+      const float base = base_of(best);
+      Joined sum[kOwn];
+#pragma unroll
+      for (int o = 0; o < kOwn; ++o) {
+        sum[o] = {best, 0.0f, {}};
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) {
+          const float weight = exp2_of(of[o][j].x - base);
+          add_weighted(sum[o].sum, part[o][j], weight);
+          sum[o].total = fmaf(of[o][j].y, weight, sum[o].total);
+        }
+      }
+#pragma unroll
+      for (int o = 0; o < kOwn; ++o) {
+#pragma unroll
+        for (int mask = 1; mask < kLanes; mask *= 2) {
+          auto& [unused, all, values] = sum[o];
+          for (float* x : {&values.x, &values.y, &values.z, &values.w, &all}) {
+            *x += __shfl_xor_sync(together, *x, mask);
+          }
+        }
+      }
+#pragma unroll
+      for (int o = 1; o < kOwn; ++o) add_weighted(sum[0].sum, sum[o].sum, 1.0f), sum[0].total += sum[o].total;
+      if (lane == 0) write_attention<T>(p, group, pair, column * 4, sum[0]);
     }
-    if (lane == 0) write_attention<T>(p, group, pair, column * 4, {best, total, sum});
+  };
+  // (A round of reading other blocks' memory takes longer than the sums do.)
+  if constexpr (kParts > 1) {
+    if (each * kParts > kWarps * 32) {
+      join_blocks(std::integral_constant<int, kParts / 2>());
+    } else {
+      join_blocks(std::integral_constant<int, kParts>());
+    }
+  } else {
+    join_blocks(std::integral_constant<int, 1>());
   }
   cluster.sync();  // others may still be reading this block's shared memory
 }

@@ -81,7 +81,10 @@ def accept_greedy(
     if relaxed is not None:
         rule = (relaxed.deltas, relaxed.slots, relaxed.top_k, relaxed.end_token)
     out = (accepted.tokens, accepted.lens, accepted.num_accepted_drafts, accepted.bad_requests)
-    inputs = (logits, drafts.to(torch.int32).contiguous(), num_contexts, forced_len)
+    drafts = drafts.to(torch.int32)
+    if drafts.stride(1) != 1:
+        drafts = drafts.contiguous()
+    inputs = (logits, drafts, num_contexts, forced_len)
     kernels.accept_greedy(
         *inputs, *rule, ranks.handle, ranks.first_index, *_scratch(logits, batch), *out
     )
