@@ -43,6 +43,8 @@ from trtspec import (
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
 from trtspec.metadata.missed import CAPACITY
+from trtspec.models.drafters.eagle import Eagle3Head
+from trtspec.ops.tokens.greedy import choose_drafts
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +109,51 @@ def test_of_a_prompt_a_head_computes_the_row_that_proposes(
         executor.enqueue(list(range(3, 3 + length)), SamplingParams(max_tokens=9))
     executor.step()
     assert rows == [2, 2, 2]
+    executor.step()
+    of_generations = 2 if name == "eagle3" else 2 * (3 + 1)  # EAGLE-3's `keeps_rows`
+    assert rows[3:] == [of_generations, 2, 2]
+
+
+class _NoLogits:
+    """Stands for a kernel that chooses a head's tokens, and counts what it is asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.asked: list[int] = []
+
+        def best_tokens(head: Eagle3Head, hidden: Tensor, step: int) -> Tensor:
+            self.asked.append(len(hidden))
+            return choose_drafts(head.compute_logits(hidden, step), head.d2t)
+
+        monkeypatch.setattr(Eagle3Head, "best_tokens", best_tokens)
+
+
+def test_a_head_may_choose_without_logits(
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing else reads them."""
+    case = make_case("eagle3", target_dir, tmp_path, 3)
+
+    def run(config: Any, params: SamplingParams, prepare: Any = None) -> tuple[list[int], Any]:
+        llm = LLM(case.target, config, device="cpu", dtype="float32", max_seq_len=64)
+        if prepare is not None:
+            prepare(llm.executor.worker)
+        request = llm.executor.enqueue(list(range(3, 15)), params)
+        llm.executor.run_until_done()
+        return request.output_token_ids, llm.executor.statistics.accepted_lens
+
+    def own_choice(worker: Any) -> None:
+        choose = worker.draft_sampler_greedy
+        worker.draft_sampler_greedy = lambda logits, d2t=None: choose(logits, d2t)
+
+    greedy = SamplingParams(max_tokens=20, ignore_eos=True)
+    expected = run(case.config, greedy)
+    head = _NoLogits(monkeypatch)
+    assert run(case.config, greedy) == expected and set(head.asked) == {1}
+    head.asked.clear()
+    assert run(case.config, greedy, own_choice) == expected
+    assert run(replace(case.config, max_verified_drafts=2), greedy)[0] == expected[0]
+    run(case.config, replace(greedy, temperature=1.0, seed=1))
+    assert not head.asked
 
 
 def test_blocks_that_the_head_has_not_read_are_not_shared(target_dir: Path, tmp_path: Path) -> None:
