@@ -262,7 +262,7 @@ def test_gated(
     [
         ((9, 3, 64, 576), 5), ((9, 3, 64, 576), 20), ((9, 3, 64, 576), 130),
         ((32, 8, 128, 4096), 5), ((4, 4, 16, 64), 5), ((4, 4, 16, 64), 70), ((4, 2, 128, 512), 33),
-        ((9, 3, 64, 2560), 5), ((24, 4, 64, 576), 100),
+        ((9, 3, 64, 2560), 5), ((24, 4, 64, 576), 100), ((24, 4, 128, 2048), 20),
     ],
 )  # fmt: skip
 def test_rope_and_cache(
@@ -405,7 +405,9 @@ def test_rows_of_a_table_that_a_kernel_does_not_look_up(served: list[str]) -> No
     assert "linear_rope" not in served
 
 
-@pytest.mark.parametrize(("size", "rows"), [(2048, 4), (1536, 4), (576, 20), (1536, 100)])
+@pytest.mark.parametrize(
+    ("size", "rows"), [(2048, 4), (1536, 4), (576, 20), (1536, 100), (2048, 20), (576, 120)]
+)
 def test_a_chain_of_kernels_in_a_graph(size: int, rows: int) -> None:
     """Kernels that start before their predecessors end still read what those wrote."""
     layers = [_linear(size, size, torch.bfloat16) for _ in range(6)]

@@ -63,17 +63,34 @@ __global__ void __launch_bounds__(
   leave_sums(sums, group.rows * p.per_kv, sums_of, stats_of);
   __syncthreads();
 
+  constexpr int kThreads = kWarps * 32;
   const int items = group.rows * p.per_kv * kColumns;
-  for (int i = threadIdx.x; i < items; i += kWarps * 32) {
-    const int pair = i / kColumns, column = i % kColumns;
-    const Joined of_block =
-        join_warps<kDim, kTiles, kWarps>(sums_of, stats_of, pair, column * 4);
-    if (active == 1) {
-      write_attention<T>(p, group, pair, column * 4, of_block);
-    } else if constexpr (kSize > 1) {
-      joined[pair][column] = of_block.sum;
-      if (column == 0) stats[pair] = {of_block.best, of_block.total};
+  auto join_items = [&](auto together) {  // a thread's items of this number wait for shared memory together
+    constexpr int kItems = decltype(together)::value;
+    for (int first = threadIdx.x; first < items; first += kItems * kThreads) {
+      Joined of_block[kItems];
+#pragma unroll
+      for (int n = 0; n < kItems; ++n) {
+        const int i = min(first + n * kThreads, items - 1);
+        of_block[n] = join_warps<kDim, kTiles, kWarps>(sums_of, stats_of, i / kColumns, i % kColumns * 4);
+      }
+#pragma unroll
+      for (int n = 0; n < kItems; ++n) {
+        const int i = first + n * kThreads, pair = i / kColumns, column = i % kColumns;
+        if (i >= items) break;
+        if (active == 1) {
+          write_attention<T>(p, group, pair, column * 4, of_block[n]);
+        } else if constexpr (kSize > 1) {
+          joined[pair][column] = of_block[n].sum;
+          if (column == 0) stats[pair] = {of_block[n].best, of_block[n].total};
+        }
+      }
     }
+  };
+  if (kWarps == 4 && items > kThreads) {
+    join_items(std::integral_constant<int, 2>());
+  } else {
+    join_items(std::integral_constant<int, 1>());
   }
   if (p.is_beside) wait_for_previous();  // who waits for this kernel has waited for that one, too
   if (active == 1) return;
@@ -87,7 +104,7 @@ __global__ void __launch_bounds__(
     constexpr int kLanes = decltype(lanes)::value, kOwn = kParts / kLanes;
     const int lane = threadIdx.x % kLanes, end = min((rank + 1) * each, items);
     const unsigned together = ((1u << kLanes) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
-    for (int i = rank * each + threadIdx.x / kLanes; i < end; i += kWarps * 32 / kLanes) {
+    for (int i = rank * each + threadIdx.x / kLanes; i < end; i += kThreads / kLanes) {
       const int pair = i / kColumns, column = i % kColumns;
       float2 of[kOwn][kEach];
       float4 part[kOwn][kEach];
@@ -137,7 +154,7 @@ __global__ void __launch_bounds__(
   };
   // (A round of reading other blocks' memory takes longer than the sums do.)
   if constexpr (kParts > 1) {
-    if (each * kParts > kWarps * 32) {
+    if (each * kParts > kThreads) {
       join_blocks(std::integral_constant<int, kParts / 2>());
     } else {
       join_blocks(std::integral_constant<int, kParts>());
