@@ -27,7 +27,7 @@ from trtspec.api.outputs import CompletionOutput, EngineStats, RequestOutput, Sp
 from trtspec.api.sampling_params import SamplingParams
 from trtspec.cli import generate, render, status
 from trtspec.cli.app import app
-from trtspec.cli.engine import make_spec_config, parse_mode
+from trtspec.cli.engine import chosen_head, make_spec_config, parse_mode
 from trtspec.cli.errors import CliError
 from trtspec.cli.options import SPECULATIVE_NAMES, EngineOptions
 from trtspec.cli.other_options import DRAFTERS, NOT_OFFERED, OTHER_NAMES
@@ -934,6 +934,14 @@ def test_a_sweep_that_ends_early_shows_what_it_has(run, fake, monkeypatch, tmp_p
     assert {line.split(",")[0] for line in lines} == {"1"}
     found = json.loads((tmp_path / "t.json").read_text())
     assert found["num_cells"] == 4 and len(found["cells"]) == 2
+
+
+def test_the_head_that_reports_name() -> None:
+    """The package's where none is given."""
+    head = {mode: chosen_head(EngineOptions(speculative=mode)) for mode in ("eagle3", "mtp", "sa")}
+    assert head == {"eagle3": "smollm2-135m-eagle3", "mtp": None, "sa": None}
+    assert chosen_head(EngineOptions(speculative="eagle3", head="mine")) == "mine"
+    assert chosen_head(EngineOptions(model="other", speculative="eagle3")) is None
 
 
 def test_lookup_beside_a_drafter():

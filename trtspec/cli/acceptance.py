@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..data.acceptance_prompts import AcceptancePrompt, load_prompts, select_prompts
-from .engine import load_llm, load_pair, parse_mode
+from .engine import chosen_head, load_llm, load_pair, parse_mode
 from .errors import CliError
 from .inputs import encoder
 from .numbers import MAX_TEMPERATURE, check_max_tokens, parse_contexts, parse_numbers
@@ -66,7 +66,8 @@ def run_acceptance(options: EngineOptions, what: AcceptanceOptions, output: Json
     with redirect_stdout(sys.stderr), Progress() as progress:
         report, failure = _measure(options, what, plan, progress)
     if output.is_wanted:  # first: whatever happens to the rest, nothing is measured again
-        write_json(output, {"model": options.model, "head": options.head, **report.to_json()})
+        about = {"model": options.model, "head": chosen_head(options)}
+        write_json(output, {**about, **report.to_json()})
     console = make_console(stderr=output.as_json)
     if not output.as_json:
         _print_report(console, options, report)

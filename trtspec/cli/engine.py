@@ -40,13 +40,10 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
     `eagle3` and `mtp_eagle` name a drafter here: it drafts inside the step unless `--two-engine`
     asks for passes of its own.
     """
-    from ..config import CONFIG_OF_MODE, HeadDecodingConfig, SAEnhancerConfig
+    from ..config import CONFIG_OF_MODE, SAEnhancerConfig
 
     mode = parse_mode(options.speculative)
-    config_class = CONFIG_OF_MODE.get(mode)
-    head_class: type[HeadDecodingConfig] | None = None
-    if config_class is not None and issubclass(config_class, HeadDecodingConfig):
-        head_class = config_class
+    config_class, head_class = CONFIG_OF_MODE.get(mode), _head_class(mode)
     _check_companions(options, mode, reads_head=head_class is not None)
     if config_class is None:
         return None
@@ -174,6 +171,24 @@ def _check_companions(
         )
 
 
+def chosen_head(options: EngineOptions) -> str | None:
+    """Returns what `--head` names, or the package's head for the model; None if there is none."""
+    from ..checkpoints.zoo import head_for
+
+    mode = parse_mode(options.speculative)
+    head_class = _head_class(mode)
+    if options.head is not None or head_class is None or mode.is_mtp_vanilla():
+        return options.head
+    return head_for(options.model, head_class.head_name)
+
+
+def _head_class(mode: SpeculativeDecodingMode) -> type[HeadDecodingConfig] | None:
+    from ..config import CONFIG_OF_MODE, HeadDecodingConfig
+
+    found = CONFIG_OF_MODE.get(mode)
+    return found if found is not None and issubclass(found, HeadDecodingConfig) else None
+
+
 def _head_arguments(
     options: EngineOptions,
     mode: SpeculativeDecodingMode,
@@ -181,13 +196,11 @@ def _head_arguments(
     progress: Progress,
 ) -> dict[str, Any]:
     """Returns the arguments of a head's config: the head, its K, and where it drafts."""
-    from ..checkpoints.zoo import DRAFT_LENS, HEADS, head_for
+    from ..checkpoints.zoo import DRAFT_LENS, HEADS
 
-    head, is_vanilla = options.head, mode.is_mtp_vanilla()
-    if head is None and not is_vanilla:
-        head = head_for(options.model, config_class.head_name)
-        if head is not None:
-            progress(f"drafting with {head}")
+    head, is_vanilla = chosen_head(options), mode.is_mtp_vanilla()
+    if head is not None and options.head is None:
+        progress(f"drafting with {head}")
     if head is None and not config_class.target_may_hold_head:
         others = [name for name, model in HEADS.items() if model == str(options.model)]
         ready = f" For other modes the package has {', '.join(others)}." if others else ""

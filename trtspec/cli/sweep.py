@@ -16,6 +16,7 @@ from ..data.acceptance_prompts import CATEGORIES, AcceptancePrompt, load_prompts
 from ..data.agent_prompts import agent_prompts
 from .engine import (
     check_filters,
+    chosen_head,
     describe,
     int_or_auto,
     load_small_llm,
@@ -246,7 +247,7 @@ def _prepare(
 def _about(command: SweepCommand, llm: LLM, repeat: int) -> dict[str, Any]:
     return {
         "model": command.engine.model,
-        "head": command.engine.head,
+        "head": chosen_head(command.engine),
         **describe(llm),
         "max_tokens": command.sampling.max_tokens,
         "seed": command.sampling.seed,
