@@ -211,9 +211,9 @@ cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   const int64_t values = static_cast<int64_t>(p.n) * p.k;
   const bool takes_inputs = p.x1 == nullptr || (kNorm && E != Epilogue::kGated);
   const int64_t large = p.k <= kMaxNarrow ? kLargeNarrow : kLargeWeight;
-  const bool is_tiled = takes_inputs && p.n % kTile == 0 && values < large;
+  const bool is_tiled = takes_inputs && p.n % kTile == 0 && values < large && p.k <= kMaxTileColumns;
   if (p.ids != nullptr && !(is_tiled && p.x1 != nullptr)) return cudaErrorInvalidValue;
-  if (is_tiled && p.k <= kMaxTileColumns) return launch_tiles<T, E, kNorm>(p, stream);
+  if (is_tiled) return launch_tiles<T, E, kNorm>(p, stream);
   if (p.rows > kMaxSkinnyRows) return cudaErrorInvalidValue;
   if constexpr (E == Epilogue::kPlain) {
     const bool is_narrow = p.rows <= kNarrowRows && p.k <= kMaxNarrow && p.k_split == p.k;

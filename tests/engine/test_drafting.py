@@ -43,8 +43,11 @@ from trtspec import (
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
 from trtspec.metadata.missed import CAPACITY
+from trtspec.metadata.mode import SpeculativeDecodingMode
 from trtspec.models.drafters.eagle import Eagle3Head
 from trtspec.ops.tokens.greedy import choose_drafts
+from trtspec.workers import WORKER_OF_MODE, Eagle3OneModelWorker
+from trtspec.workers.protocols import DraftInputs
 
 
 @pytest.fixture(scope="module")
@@ -141,19 +144,70 @@ def test_a_head_may_choose_without_logits(
         llm.executor.run_until_done()
         return request.output_token_ids, llm.executor.statistics.accepted_lens
 
-    def own_choice(worker: Any) -> None:
-        choose = worker.draft_sampler_greedy
-        worker.draft_sampler_greedy = lambda logits, d2t=None: choose(logits, d2t)
+    def own(name: str) -> Any:
+        """Gives a worker a method of its own that does the same."""
+
+        def prepare(worker: Any) -> None:
+            method = getattr(worker, name)
+            setattr(worker, name, lambda *args: method(*args))
+
+        return prepare
 
     greedy = SamplingParams(max_tokens=20, ignore_eos=True)
     expected = run(case.config, greedy)
     head = _NoLogits(monkeypatch)
     assert run(case.config, greedy) == expected and set(head.asked) == {1}
     head.asked.clear()
-    assert run(case.config, greedy, own_choice) == expected
+    for name in ("allowed", "note_logits", "propose", "draft_sampler_greedy"):
+        assert run(case.config, greedy, own(name)) == expected and not head.asked
     assert run(replace(case.config, max_verified_drafts=2), greedy)[0] == expected[0]
     run(case.config, replace(greedy, temperature=1.0, seed=1))
     assert not head.asked
+
+
+def test_a_worker_may_change_drafts_that_are_finished(
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, by others, or by what it makes of them. Fewer are asked for than are proposed."""
+    case, given = make_case("eagle3", target_dir, tmp_path, 3), list[Tensor]()
+
+    class InPlace(Eagle3OneModelWorker):
+        def draft(self, inputs: DraftInputs) -> Tensor:
+            drafts = super().draft(inputs)
+            drafts[:, 1:] = -1
+            return drafts
+
+    class Others(Eagle3OneModelWorker):
+        def draft(self, inputs: DraftInputs) -> Tensor:
+            return super().draft(inputs).clone().fill_(9)
+
+    class Wide(Eagle3OneModelWorker):
+        def draft(self, inputs: DraftInputs) -> Tensor:
+            lens = inputs.num_accepted_tokens
+            proposals = [torch.full_like(lens, token) for token in (6, 7, 8)]
+            return self.finish_drafts(inputs, proposals, lens.long(), 64)
+
+    class Builds(Eagle3OneModelWorker):
+        def build_next_new_tokens(
+            self, accepted: Tensor, lens: Tensor, next_drafts: Tensor
+        ) -> Tensor:
+            given.append(next_drafts)
+            return super().build_next_new_tokens(accepted, lens, next_drafts)
+
+    def drafts_of(worker: type[Eagle3OneModelWorker]) -> list[int]:
+        monkeypatch.setitem(WORKER_OF_MODE, SpeculativeDecodingMode.EAGLE3_ONE_MODEL, worker)
+        llm = LLM(case.target, case.config, device="cpu", dtype="float32", max_seq_len=64)
+        llm.executor.runtime_draft_len = 2
+        request = llm.executor.enqueue(list(range(3, 15)), SamplingParams(max_tokens=9))
+        llm.executor.step()
+        return llm.executor.state.next_tokens[request.slot, 1:].tolist()
+
+    expected = drafts_of(Eagle3OneModelWorker)
+    assert -1 not in expected[:2] and expected[2] == -1
+    assert drafts_of(InPlace) == [expected[0], -1, -1]
+    assert drafts_of(Others) == [9, 9, -1]
+    assert drafts_of(Wide) == [6, 7, -1]
+    assert drafts_of(Builds) == expected and [x.shape for x in given] == [(1, 3)]
 
 
 def test_blocks_that_the_head_has_not_read_are_not_shared(target_dir: Path, tmp_path: Path) -> None:

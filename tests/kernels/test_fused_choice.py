@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from trtspec import native
 from trtspec.layers import fused
+from trtspec.layers.embedding import Embedded
 from trtspec.layers.fused import _takes_rope
+from trtspec.layers.linear import Linear
+from trtspec.layers.norm import RMSNorm
 from trtspec.ops.layer.rope import CacheWrite, Rope
 
 
@@ -20,6 +24,31 @@ def test_a_table_that_begins_between_two_numbers_is_left_to_other_kernels() -> N
         table = memory[first : first + 16 * 8].view(16, 8)
         assert table.data_ptr() % 8 == first % 2 * 4
         assert _takes_rope(Rope(table, positions), to, torch.float32) == is_taken
+
+
+def test_which_product_looks_embeddings_up() -> None:
+    """One of a small weight and two normed inputs, from a table as the kernel reads it."""
+    layer, table = Linear(128, 48, bias=False), torch.zeros(50, 64)
+    ids, hidden, norms = torch.arange(2), torch.zeros(2, 64), (RMSNorm(64, 1e-6), RMSNorm(64, 1e-6))
+
+    def is_looked_up(first: Tensor | Embedded, *others: Tensor, layer: Linear = layer) -> bool:
+        return fused._table_of((first, *others), layer, norms[: len(others) + 1]) is first
+
+    with torch.inference_mode():
+        assert is_looked_up(Embedded(ids, table), hidden)
+        assert is_looked_up(Embedded(ids.int(), table), hidden)
+        assert not is_looked_up(table[:2], hidden)
+        assert not is_looked_up(Embedded(ids, table))
+        assert not is_looked_up(Embedded(ids, table.double()), hidden)
+        assert not is_looked_up(Embedded(ids, table[:, :32]), hidden)
+        assert not is_looked_up(Embedded(ids.short(), table), hidden)
+        assert not is_looked_up(Embedded(ids, table), hidden, layer=Linear(128, 40, bias=False))
+        large = Linear(128, fused.LARGE_NARROW // 128 // 16 * 16 + 16, bias=False)
+        assert not is_looked_up(Embedded(ids, table), hidden, layer=large)
+    trained = table.clone().requires_grad_()
+    assert not is_looked_up(Embedded(ids, trained), hidden)
+    rows = fused._looked_up((Embedded(ids, trained), hidden))[0]
+    assert rows.requires_grad and torch.equal(rows, table[:2])
 
 
 # -- weights in 16 bits, by the rules of decision 029 --------------------------------------------

@@ -325,6 +325,8 @@ def _table_of(inputs: Inputs, layer: Any, norms: Norms) -> Embedded | None:
     if not isinstance(others[0], Tensor) or weight is None or layer.fp8 is not None:
         return None
     (ids, table), hidden = first, others[0]
+    if torch.is_grad_enabled() and table.requires_grad:
+        return None
     is_read = table.dtype == hidden.dtype and table.shape[1] == hidden.shape[1]
     is_read &= table.is_contiguous() and table.data_ptr() % 16 == 0
     is_read &= ids.is_contiguous() and ids.dtype in (torch.int32, torch.int64)

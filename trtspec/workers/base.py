@@ -33,7 +33,7 @@ from ..metadata.guided import GuidedStep
 from ..metadata.spec import SpecMetadata
 from ..metadata.step import StepSizes, batch_shape, first_axis, next_positions
 from ..ops.step.packing import save_chances
-from ..ops.step.rows import NextTokens, next_new_tokens, shift_contexts
+from ..ops.step.rows import NextTokens, next_new_tokens, next_tokens, shift_contexts
 from ..ops.tokens.greedy import choose_drafts
 from ..ops.tokens.probability import best_probabilities
 from ..utils import renamed, to_device
@@ -92,6 +92,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     """Masks of this step's drafts, where a request has a grammar."""
     _probabilities: tuple[Tensor, ...] = ()
     """For each depth drafted so far, [B] float32: how likely the drafter finds its draft."""
+    _finished: NextTokens | None = None
+    """What `finish_drafts` made in this step."""
     lookup: SuffixLookup | None = None
     """Drafts from texts: all of them in mode SA, those of some requests where the config has an
     `sa_config`."""
@@ -278,13 +280,9 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         )
         return self.outputs(logits, inputs, self.draft_or_look_up(inputs))
 
-    def draft_or_look_up(self, inputs: DraftInputs) -> Tensor | NextTokens:
+    def draft_or_look_up(self, inputs: DraftInputs) -> Tensor:
         """Returns `draft`'s drafts [B, K], or of some requests what was found in texts."""
         drafts = self.draft(inputs)
-        if isinstance(drafts, NextTokens):
-            if not isinstance(self.lookup, LookupBesideNetwork):
-                return drafts
-            drafts = drafts.drafts
         if not isinstance(drafts, Tensor):
             raise ConfigError(
                 f"{type(self).__name__}.draft returned {type(drafts).__name__}: return drafts "
@@ -356,23 +354,21 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             accepted[:num_contexts, 0] = torch.where(following >= 0, following, sampled)
 
     def outputs(
-        self, logits: Tensor | ShardedLogits, inputs: DraftInputs, next_drafts: Tensor | NextTokens
+        self, logits: Tensor | ShardedLogits, inputs: DraftInputs, next_drafts: Tensor
     ) -> dict[str, Any]:
         """Builds the dictionary that `forward` returns; next_drafts [B, K], or those proposed."""
         accepted, lens = inputs.accepted_tokens, inputs.num_accepted_tokens
-        is_ours = type(self).build_next_new_tokens is SpecWorkerBase.build_next_new_tokens
-        if isinstance(next_drafts, NextTokens) and not is_ours:
-            next_drafts = next_drafts.drafts
-        if isinstance(next_drafts, Tensor):
-            next_drafts = next_drafts[:, : inputs.step.draft_len]
-        if isinstance(next_drafts, NextTokens):
-            following = next_drafts.tokens
-        elif is_ours:
-            following = next_new_tokens(accepted, lens, next_drafts, self.max_draft_len)
-        else:  # which takes [B, K]
-            unused = self.max_draft_len - next_drafts.shape[1]
+        finished, self._finished = self._finished, None
+        whole = finished.tokens if finished and next_drafts is finished.drafts else None
+        next_drafts = next_drafts[:, : inputs.step.draft_len]
+        if type(self).build_next_new_tokens is not SpecWorkerBase.build_next_new_tokens:
+            unused = self.max_draft_len - next_drafts.shape[1]  # it takes [B, K]
             next_drafts = nn.functional.pad(next_drafts, (0, unused), value=-1)
             following = self.build_next_new_tokens(accepted, lens, next_drafts)
+        elif whole is not None:
+            following = whole
+        else:
+            following = next_new_tokens(accepted, lens, next_drafts, self.max_draft_len)
         return {
             "logits": logits,
             "new_tokens": accepted,
@@ -388,11 +384,11 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             (lens.shape[0], self.max_draft_len), -1, dtype=torch.int32, device=lens.device
         )
 
-    def draft(self, inputs: DraftInputs) -> Tensor | NextTokens:
+    def draft(self, inputs: DraftInputs) -> Tensor:
         """Proposes drafts for the next step, [B, K] int32, -1 where there is none.
 
         Each worker writes it. Where fewer are to be proposed (`StepContext.draft_len`), the others
-        need not be there. `next_tokens` saves a launch: it makes the step's whole input of them.
+        need not be there. `finish_drafts` makes them of proposals.
         """
         raise NotImplementedError(f"{type(self).__name__} writes forward in place of draft.")
 
@@ -421,6 +417,26 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         }
 
     # -- building blocks of drafters -----------------------------------------------------------
+    def finish_drafts(
+        self,
+        inputs: DraftInputs,
+        proposals: Sequence[Tensor],
+        last_positions: Tensor,
+        max_seq_len: int,
+    ) -> Tensor:
+        """Returns proposals as drafts [B, K] int32, -1 past `draft_len` and the maximum length.
+
+        One launch makes the next step's whole input with them, and `outputs` takes it where `draft`
+        returns this very tensor.
+
+        Args:
+            proposals: each [B] int. last_positions: [B] int64, of the last accepted tokens.
+        """
+        proposals = proposals[: inputs.step.draft_len]
+        ends = last_positions, max_seq_len, self.max_draft_len
+        self._finished = next_tokens(inputs.path, proposals, *ends)
+        return self._finished.drafts
+
     def draft_sampler(self, inputs: DraftInputs) -> DraftSampler | None:
         """Returns what draws this step's proposals. None: they are the drafter's best tokens."""
         step = inputs.step
@@ -451,7 +467,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
 
     def takes_best_alone(self, sampler: DraftSampler | None) -> bool:
         """Whether `propose` would do nothing with logits but to choose their best token."""
-        for name in ("propose", "propose_allowed", "_choose", "draft_sampler_greedy"):
+        names = "propose", "allowed", "propose_allowed", "note_logits", "_choose"
+        for name in (*names, "draft_sampler_greedy"):
             if getattr(getattr(self, name), "__func__", None) is not getattr(SpecWorkerBase, name):
                 return False  # a worker of its own
         return sampler is None and self._guided is None and not self.keeps_probabilities

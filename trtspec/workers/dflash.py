@@ -28,7 +28,7 @@ from torch import Tensor
 from ..distributed.logits import ShardedLogits, gather_logits, top_tokens
 from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
-from ..ops.step.rows import BlockRows, NextTokens, block_rows, draft_step, gather_rows
+from ..ops.step.rows import BlockRows, block_rows, draft_step, gather_rows
 from ..ops.tokens.markov_walk import walk_markov
 from ..ops.tokens.probability import walk_probabilities
 from ..ops.tokens.walk import PathCandidates, candidate_scores, walk_candidates
@@ -68,7 +68,7 @@ class DFlashWorker(OnePassWorker):
     def num_tokens_ahead(self) -> int:
         return int(self.reads_next_tokens)
 
-    def draft(self, inputs: DraftInputs) -> Tensor | NextTokens:
+    def draft(self, inputs: DraftInputs) -> Tensor:
         model, meta, hidden_states = draft_source(inputs)
         head = cast(BlockDraftModel, model)
         if inputs.step.missed is not None:
@@ -94,7 +94,7 @@ class DFlashWorker(OnePassWorker):
             logits = head.compute_logits(proposing, 0)
             drafts = self.drafts(inputs, meta, rows.last_positions, logits, head.d2t)
         if self.has_confidence and self.keeps_probabilities:
-            self.add_confidence(head, proposing, rows.tokens[:, 0], drafts.drafts)
+            self.add_confidence(head, proposing, rows.tokens[:, 0], drafts)
         return drafts
 
     def note_logits(self, logits: Tensor | ShardedLogits, batch: int) -> None:
@@ -127,7 +127,7 @@ class DFlashWorker(OnePassWorker):
         head: BlockDraftModel,
         out: Tensor,
         proposing: Tensor,
-    ) -> NextTokens:
+    ) -> Tensor:
         """Draws DSpark's drafts, each with a bias by the one before.
 
         Args:
@@ -144,7 +144,7 @@ class DFlashWorker(OnePassWorker):
                 found = walk_probabilities(logits, before, taken, tables)
                 self.add_probabilities(found.flatten(), batch)
             proposals += taken.unbind(0)
-            return self.finish(inputs, meta, rows.last_positions, proposals)
+            return self.finish_drafts(inputs, proposals, rows.last_positions, meta.max_seq_len)
         first = out.view(batch, -1, out.shape[-1])[:, 0]
         state = markov.first_state(first)
         if not head.samples_from_anchor:
@@ -154,7 +154,7 @@ class DFlashWorker(OnePassWorker):
             depth = len(proposals)
             before = self.propose(unbiased + bias, head.d2t, sampler, rows.last_positions, depth)
             proposals.append(before)
-        return self.finish(inputs, meta, rows.last_positions, proposals)
+        return self.finish_drafts(inputs, proposals, rows.last_positions, meta.max_seq_len)
 
     def drafts_of_path(
         self,
@@ -163,8 +163,8 @@ class DFlashWorker(OnePassWorker):
         rows: BlockRows,
         head: BlockDraftModel,
         proposing: Tensor,
-    ) -> NextTokens:
-        """Walks through the candidates of a DFlash2 head: proposing [P * B, H] -> K drafts each.
+    ) -> Tensor:
+        """Walks through the candidates of a DFlash2 head: proposing [P * B, H] -> [B, K].
 
         What a sampled draft is drawn from has the candidates alone. With a grammar they are the
         best of what it allows.
@@ -180,7 +180,7 @@ class DFlashWorker(OnePassWorker):
         if sampler is None and not is_guided:
             self.note_logits(logits, batch)
             proposals += walk_candidates(candidates, before, selector.books).unbind(0)
-            return self.finish(inputs, meta, rows.last_positions, proposals)
+            return self.finish_drafts(inputs, proposals, rows.last_positions, meta.max_seq_len)
         nothing = torch.full(
             (batch, logits.shape[1]), float("-inf"), dtype=logits.dtype, device=before.device
         )
@@ -195,7 +195,7 @@ class DFlashWorker(OnePassWorker):
             drawn_from = nothing.scatter(1, given.ids, scores)
             before = self.propose_allowed(drawn_from, None, sampler, rows.last_positions, depth)
             proposals.append(before)
-        return self.finish(inputs, meta, rows.last_positions, proposals)
+        return self.finish_drafts(inputs, proposals, rows.last_positions, meta.max_seq_len)
 
     def rows_of_block(
         self, inputs: DraftInputs, meta: AttentionMetadata, samples_from_anchor: bool

@@ -20,12 +20,10 @@ from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import (
     MaskedRows,
-    NextTokens,
     draft_step,
     gather_rows,
     last_two_tokens,
     masked_rows,
-    next_tokens,
 )
 from .base import SpecWorkerBase
 from .heads import draft_model_behind_prompts, skip_kv_of_first_rows
@@ -45,7 +43,7 @@ class DraftTargetWorker(SpecWorkerBase):
     def num_tokens_ahead(self) -> int:
         return 0
 
-    def draft(self, inputs: DraftInputs) -> NextTokens:
+    def draft(self, inputs: DraftInputs) -> Tensor:
         model, meta = draft_model_behind_prompts(inputs)
         new = None if self.lookup is None else _new_tokens(inputs, meta)
         if new is None:
@@ -75,8 +73,7 @@ class DraftTargetWorker(SpecWorkerBase):
             logits = model.compute_logits(hidden)
             proposals.append(self.propose(logits, None, sampler, last[:, 0], i))
             tokens, positions = proposals[-1][:, None], last
-        ends = last[:, 0], meta.max_seq_len, self.max_draft_len
-        return next_tokens(inputs.path, proposals[: inputs.step.draft_len], *ends)
+        return self.finish_drafts(inputs, proposals, last[:, 0], meta.max_seq_len)
 
 
 def _new_tokens(inputs: DraftInputs, meta: AttentionMetadata) -> MaskedRows:

@@ -29,15 +29,13 @@ from torch import Tensor
 
 from ..acceptance.draw import DraftSampler
 from ..errors import ConfigError
-from ..metadata.accepted_path import AcceptedPath, certain_rows
+from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata, KeptRows
 from ..ops.step.rows import (
-    NextTokens,
     draft_step,
     draft_steps,
     finish_drafts,
     gather_rows,
-    next_tokens,
     shift_for_drafting,
     start_chain,
 )
@@ -72,11 +70,6 @@ class DraftChain:
         """Returns the drafts [B, K] int32, -1 past the maximum length and where no pass ran."""
         return finish_drafts(self.proposals, self.positions, self.meta.max_seq_len, max_draft_len)
 
-    def next_tokens(self, path: AcceptedPath, max_draft_len: int) -> NextTokens:
-        """Returns them as the next step reads them."""
-        ends = self.positions, self.meta.max_seq_len, max_draft_len
-        return next_tokens(path, self.proposals, *ends)
-
 
 class FirstRows(NamedTuple):
     """What pass 0 reads."""
@@ -107,14 +100,14 @@ class Eagle3OneModelWorker(SpecWorkerBase):
     def num_tokens_ahead(self) -> int:
         return 1  # a row reads the token after its own
 
-    def draft(self, inputs: DraftInputs) -> Tensor | NextTokens:
+    def draft(self, inputs: DraftInputs) -> Tensor:
         if inputs.step.draft_len == 0:
             self.skip_passes(inputs)
             return nothing_drafted(inputs)
         chain = self.first_pass(inputs)
         for _ in range(1, inputs.step.draft_len):
             chain = self.next_pass(chain)
-        return chain.next_tokens(inputs.path, self.max_draft_len)
+        return self.finish_drafts(inputs, chain.proposals, chain.positions, chain.meta.max_seq_len)
 
     def skip_passes(self, inputs: DraftInputs) -> None:
         """Does in place of the draft passes what the head needs where nothing is drafted."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
-from ..ops.step.rows import MaskedRows, NextTokens, draft_step, gather_rows, masked_rows
+from ..ops.step.rows import MaskedRows, draft_step, gather_rows, masked_rows
 from ..utils import renamed
 from .heads import (
     draft_model_behind_prompts,
@@ -91,7 +91,7 @@ class MaskedEagle3Worker(MaskedWorker):
 
     first_row_offset = 0  # a row reads the token after its own
 
-    def draft(self, inputs: DraftInputs) -> NextTokens:
+    def draft(self, inputs: DraftInputs) -> Tensor:
         head, meta, hidden_states = draft_source(inputs)
         model = cast(MaskedDraftModel, head)
         mask_hidden: Tensor | None = getattr(model, "mask_hidden", None)
@@ -124,7 +124,7 @@ class MaskedDraftTargetWorker(MaskedWorker):
 
     first_row_offset = 1  # a row reads the token at its position; the certain one was read before
 
-    def draft(self, inputs: DraftInputs) -> NextTokens:
+    def draft(self, inputs: DraftInputs) -> Tensor:
         model, meta = draft_model_behind_prompts(inputs)
         rows, ids, step = self.rows_of_pass(inputs, meta)
         (proposing,) = gather_rows(rows.proposing, model(ids, step.position_ids, step))

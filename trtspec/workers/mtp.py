@@ -25,7 +25,6 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
-from ..ops.step.rows import NextTokens, next_tokens
 from ..ops.step.slots import slot_mapping
 from ..ops.step.window import update_window
 from ..utils import to_device
@@ -81,7 +80,7 @@ class MTPWorker(SpecWorkerBase):
         state["window_tokens"] = torch.zeros(rows, width, dtype=torch.int64, device=device)
         return state
 
-    def draft(self, inputs: DraftInputs) -> NextTokens:
+    def draft(self, inputs: DraftInputs) -> Tensor:
         model, meta, hidden_states = draft_source(inputs)
         step = inputs.step
         slots, reread = step.slot_ids, step.reread_embeds
@@ -116,8 +115,7 @@ class MTPWorker(SpecWorkerBase):
             proposals.append(proposal)
             ids = torch.roll(ids, -1)
             ids[last] = proposal.to(ids.dtype)
-        ends = positions, meta.max_seq_len, self.max_draft_len
-        return next_tokens(inputs.path, proposals[: step.draft_len], *ends)
+        return self.finish_drafts(inputs, proposals, positions, meta.max_seq_len)
 
 
 class _Rows:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ..config import DecodingBaseConfig
 from ..distributed.logits import ShardedLogits, gather_logits
 from ..metadata.attention import AttentionMetadata
-from ..ops.step.rows import NextTokens, next_tokens
 from .base import SpecWorkerBase
 from .protocols import DraftInputs
 
@@ -31,8 +28,8 @@ class OnePassWorker(SpecWorkerBase):
         last_positions: Tensor,
         logits: Tensor | ShardedLogits,
         d2t: Tensor | None,
-    ) -> NextTokens:
-        """Draws the drafts: last_positions [B], logits [P * B, Vd] -> K drafts each."""
+    ) -> Tensor:
+        """Draws the drafts: last_positions [B], logits [P * B, Vd] -> [B, K] int32."""
         batch, sampler = last_positions.shape[0], self.draft_sampler(inputs)
         if sampler is None and inputs.spec_metadata.guided is None:
             proposals = self.propose(logits, d2t, None, last_positions, 0).split(batch)
@@ -41,15 +38,4 @@ class OnePassWorker(SpecWorkerBase):
                 self.propose(part, d2t, sampler, last_positions, depth)
                 for depth, part in enumerate(gather_logits(logits).split(batch))
             )
-        return self.finish(inputs, meta, last_positions, proposals)
-
-    def finish(
-        self,
-        inputs: DraftInputs,
-        meta: AttentionMetadata,
-        last_positions: Tensor,
-        proposals: Sequence[Tensor],
-    ) -> NextTokens:
-        """Returns proposals, each [B], as the next step reads them."""
-        ends = last_positions, meta.max_seq_len, self.max_draft_len
-        return next_tokens(inputs.path, proposals[: inputs.step.draft_len], *ends)
+        return self.finish_drafts(inputs, proposals, last_positions, meta.max_seq_len)

@@ -37,6 +37,9 @@ class DraftModel(Protocol):
     A call is one draft pass. Arguments: input_ids [T] (the token *after* each row), position_ids
     [T], hidden_states [T, H], metadata, step, and at step 0 embeddings in place of some tokens'.
     Returns (what `compute_logits` reads, the feedback), both [T, H], or one tensor that is both.
+
+    A model may also have `best_tokens` and `keeps_rows` (`models/drafters/`): tokens without
+    logits, and a pass that computes some rows alone.
     """
 
     d2t: Tensor | None  # [Vd] offsets from draft to target ids

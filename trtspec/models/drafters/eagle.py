@@ -144,7 +144,8 @@ class Eagle3Head(FeedbackHead):
         """Whether a pass can return some rows alone."""
         layer = self.layers[0]
         assert isinstance(layer, Eagle3Layer)
-        return self.num_layers == 1 and layer.self_attn.keeps_rows
+        takes_kept = type(self).forward is Eagle3Head.forward
+        return takes_kept and self.num_layers == 1 and layer.self_attn.keeps_rows
 
     @property
     def logits_norm(self) -> RMSNorm | None:

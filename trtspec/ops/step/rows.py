@@ -387,11 +387,7 @@ class NextTokens(NamedTuple):
     """The next step's input: each request's last accepted token, then its drafts."""
 
     tokens: Tensor  # [B, K+1] int32, -1 where there is no draft
-
-    @property
-    def drafts(self) -> Tensor:
-        """[B, K]."""
-        return self.tokens[:, 1:]
+    drafts: Tensor  # [B, K], in the same memory
 
 
 def next_tokens(
@@ -402,11 +398,12 @@ def next_tokens(
     max_draft_len: int,
 ) -> NextTokens:
     """Builds the next step's input of proposals; further arguments as of `finish_drafts`."""
-    if not proposals:
-        nothing = path.tokens[:, :0]
-        return NextTokens(next_new_tokens(path.tokens, path.lens, nothing, max_draft_len))
-    ends = positions, max_seq_len, max_draft_len
-    return NextTokens(limit_and_lead(path.tokens, path.lens, tuple(proposals), *ends))
+    if proposals:
+        ends = positions, max_seq_len, max_draft_len
+        tokens = limit_and_lead(path.tokens, path.lens, tuple(proposals), *ends)
+    else:
+        tokens = next_new_tokens(path.tokens, path.lens, path.tokens[:, :0], max_draft_len)
+    return NextTokens(tokens, tokens[:, 1:])
 
 
 @twin(_DRAFT_KERNELS)
