@@ -27,9 +27,9 @@ from trtspec.api.outputs import CompletionOutput, EngineStats, RequestOutput, Sp
 from trtspec.api.sampling_params import SamplingParams
 from trtspec.cli import generate, render, status
 from trtspec.cli.app import app
-from trtspec.cli.engine import chosen_head, make_spec_config, parse_mode
+from trtspec.cli.engine import chosen_head, make_sampling_params, make_spec_config, parse_mode
 from trtspec.cli.errors import CliError
-from trtspec.cli.options import SPECULATIVE_NAMES, EngineOptions
+from trtspec.cli.options import SPECULATIVE_NAMES, EngineOptions, SamplingOptions
 from trtspec.cli.other_options import DRAFTERS, NOT_OFFERED, OTHER_NAMES
 from trtspec.data.prompts import DEMO_PROMPTS, PROMPT_SETS
 from trtspec.errors import CheckpointError, ConfigError, RequestError
@@ -934,6 +934,24 @@ def test_a_sweep_that_ends_early_shows_what_it_has(run, fake, monkeypatch, tmp_p
     assert {line.split(",")[0] for line in lines} == {"1"}
     found = json.loads((tmp_path / "t.json").read_text())
     assert found["num_cells"] == 4 and len(found["cells"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{nope", "is not JSON: Expecting property name"),
+        ("[1]", "holds a list: a schema is an object"),
+        ("[" * 5000, "is not JSON"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text(text)
+    with pytest.raises(CliError) as refused:
+        make_sampling_params(SamplingOptions(json_schema=path))
+    assert f"--json-schema {path} {words}" in str(refused.value)
 
 
 def test_the_head_that_reports_name() -> None:

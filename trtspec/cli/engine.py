@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -320,7 +321,7 @@ def _make_guided(options: SamplingOptions) -> GuidedDecodingParams | None:
     from ..api.guided_decoding import GuidedDecodingParams
 
     given: dict[str, Any] = {
-        "json": _read("--json-schema", options.json_schema),
+        "json": _read_schema(options.json_schema),
         "grammar": _read("--grammar", options.grammar),
         "regex": options.regex,
         "choice": options.choice or None,
@@ -328,6 +329,23 @@ def _make_guided(options: SamplingOptions) -> GuidedDecodingParams | None:
     }
     given = {name: value for name, value in given.items() if value is not None}
     return GuidedDecodingParams(**given) if given else None
+
+
+def _read_schema(path: Path | None) -> str | None:
+    """Refuses before the model is loaded what no compiler of grammars would take."""
+    text = _read("--json-schema", path)
+    if text is None:
+        return None
+    try:
+        schema = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CliError(f"--json-schema {path} is not JSON: {error}.") from error
+    if not isinstance(schema, dict | bool):
+        raise CliError(
+            f"--json-schema {path} holds a {type(schema).__name__}: a schema is an object, as "
+            '{"type": "object"}.'
+        )
+    return text
 
 
 def _read(option: str, path: Path | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Memory that kernels keep from launch to launch, and counters in it.
+"""Memory that kernels keep from launch to launch: counters, and what thread blocks send each other.
 
 By a counter the thread block that ends last finds out that it does.
 """
