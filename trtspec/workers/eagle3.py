@@ -78,7 +78,7 @@ class FirstRows(NamedTuple):
     proposing: Tensor  # [B] int64, the rows that read the last accepted tokens
     positions: Tensor  # [B] int64, of those tokens
     kept: KeptRows | None = None
-    """The rows that propose, as a pass of their own. None: there are prompts."""
+    """The rows that propose, as a pass of their own. None: with prompts, or at a fixed position."""
 
 
 class Eagle3OneModelWorker(SpecWorkerBase):
