@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from trtspec import GuidedDecodingParams
+from trtspec.errors import RequestError
 from trtspec.guided.compiler import GrammarCompiler
 from trtspec.guided.grammar import MAX_WHITE_SPACE, Grammar, Masks, WhiteSpace, Without
 from trtspec.ops.tokens.bitmask import mask_logits
@@ -117,6 +119,29 @@ def test_choices_of_any_characters(accepts: Any) -> None:
     flag = "\U0001f3f4\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f"
     for text in (flag, "\01", "\x7f\u200b", "\U0010ffff", '\\u0041"\n', "\ue0001"):
         assert accepts(GuidedDecodingParams(choice=[text]), text), ascii(text)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [".+", "a.+", ".{2,}", "[^,]+|b", r"\S+", "[^/]+/[^/]+", "[^/]+(/[^/]+)*", "[^/][^/]*/[^/]+"],
+)
+def test_a_text_ends_where_it_matches(accepts: Any, pattern: str) -> None:
+    """Classes beyond ASCII, repeated up to the end: XGrammar 0.2.9 ended them early."""
+    for text in ("", "a", "aa", "/", "a/", "a/a", "é", "é/é", "aé"):
+        matches = re.fullmatch(pattern, text) is not None
+        assert accepts(GuidedDecodingParams(regex=pattern), text) == matches, text
+
+
+def test_an_xgrammar_that_ends_texts_early_is_refused(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not compiler._ends_too_early
+    monkeypatch.setitem(vars(compiler), "_ends_too_early", True)
+    for params in (GuidedDecodingParams(regex=".+"), GuidedDecodingParams(grammar='root ::= "a"')):
+        with pytest.raises(RequestError, match="lets outputs end before they match"):
+            make(compiler, params)
+    make(compiler, GuidedDecodingParams(json={"type": "integer"}))
+    make(compiler, GuidedDecodingParams(choice=["a"]))
 
 
 @pytest.mark.parametrize("length", [{"minLength": 1}, {"maxLength": 3}])

@@ -22,7 +22,7 @@ UNESCAPED = [
 MISREAD = [
     (r"[\^a]", "b"), (r"[\u005ea]", "b"), (r"\x41b", "\u041b"), (r"[\x410]", "\u0410"),
     (r"\x4-", "\4-"), (r"[\p{L}]", "{"), (r"[\1]", "1"), (r"\h", "h"), (r"\x{2}", "xx"),
-    (r"\u004", "u004"), (r"\012", "\x0012"),
+    (r"\u004", "u004"), (r"\012", "\x0012"), ("[^]a]{2}", "_a]]"),
 ]  # fmt: skip
 """Regular expressions, and texts that XGrammar takes but Python does not."""
 READ_RIGHT = [

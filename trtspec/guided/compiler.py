@@ -203,6 +203,12 @@ class GrammarCompiler:
     def _compiled(self, params: GuidedDecodingParams) -> Any:
         with self._build:
             compiler = self._of_vocabulary.compiler
+            if params.kind in ("regex", "grammar", "structural_tag") and self._ends_too_early:
+                version = getattr(self.xgrammar, "__version__", "as installed")
+                raise RequestError(
+                    f"GuidedDecodingParams.{params.kind} cannot be held: XGrammar {version} lets "
+                    "outputs end before they match. Install 0.2.8: pip install 'xgrammar<0.2.9'."
+                )
         if params.kind in ("json", "json_object"):
             schema = params.json or '{"type": "object", "additionalProperties": true}'
             _check_schema(schema, "json")
@@ -222,6 +228,16 @@ class GrammarCompiler:
             return compiler.compile_structural_tag(json.dumps(tag, ensure_ascii=False))
         texts = " | ".join(_quoted(choice) for choice in params.choice or ())
         return compiler.compile_grammar(f"root ::= {texts}")
+
+    @cached_property
+    def _ends_too_early(self) -> bool:
+        """Whether XGrammar takes nothing for one or more characters of a class, as 0.2.9 does where
+        the class goes beyond ASCII and ends the text."""
+        end = 256
+        vocabulary = [*(bytes([byte]) for byte in range(end)), b"</s>"]
+        tokens = self.xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[end])
+        compiled = self.xgrammar.GrammarCompiler(tokens).compile_regex("[^a]+")
+        return bool(self.xgrammar.GrammarMatcher(compiled).accept_token(end))
 
     def _grammar_of(self, schema: str) -> str:
         return _as_json(self.xgrammar.Grammar.from_json_schema(schema))

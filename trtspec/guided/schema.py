@@ -98,6 +98,8 @@ def find_unread(text: str) -> str | None:
         elif character == "[":
             if (caret := _CARET.match(text, i)) is not None:
                 return f'"{caret[0]}" (write it elsewhere in the class)'
+            if text.startswith("[^]", i):  # JavaScript's class of any character
+                return '"[^]" (write "]" in a class as "\\]")'
             in_class = True
         elif character == "(" and text[i + 1 : i + 3] in ("?=", "?!", "?<"):
             return f'"{text[i : i + 3]}"'
