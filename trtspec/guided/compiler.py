@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import queue
 import re
@@ -204,7 +205,7 @@ class GrammarCompiler:
         with self._build:
             compiler = self._of_vocabulary.compiler
             if params.kind in ("regex", "grammar", "structural_tag") and self._ends_too_early:
-                version = getattr(self.xgrammar, "__version__", "as installed")
+                version = importlib.metadata.version("xgrammar")
                 raise RequestError(
                     f"GuidedDecodingParams.{params.kind} cannot be held: XGrammar {version} lets "
                     "outputs end before they match. Install 0.2.8: pip install 'xgrammar<0.2.9'."
