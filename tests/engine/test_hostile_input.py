@@ -263,13 +263,17 @@ def test_whatever_a_template_raises_is_the_request_s_error(
         render_chat(llm.tokenizer, [{"role": "user", "content": "hello"}], False)
 
 
-def test_none_is_no_content_but_an_assistant_s(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_has_text(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert llm.tokenizer is not None
     monkeypatch.setattr(llm.tokenizer, "chat_template", "{% for m in messages %}a{% endfor %}")
     asked = {"role": "user", "content": "a"}
     for role in ("user", "system", "tool"):
         with pytest.raises(RequestError, match=f"role '{role}' is None: give text"):
             llm.chat([asked, {"role": role, "content": None}])
+        with pytest.raises(RequestError, match=f"role '{role}' is missing: give text"):
+            llm.chat([asked, {"role": role}])
+        with pytest.raises(RequestError, match=f"role '{role}' is 5: give text"):
+            llm.chat([asked, {"role": role, "content": 5}])
     assert llm.chat([asked, {"role": "assistant", "content": None}, asked]).error is None
 
 

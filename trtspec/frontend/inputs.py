@@ -229,11 +229,11 @@ def with_plain_text(message: dict[str, Any]) -> dict[str, Any]:
         RequestError: there is no text, or something else.
     """
     parts = message.get("content")
-    if parts is None and "content" in message and message.get("role") != "assistant":
-        raise RequestError(
-            f"The content of a message of role {shown(message.get('role'))} is None: give text. "
-            "Only an assistant's may be None, beside tool calls."
-        )
+    is_text = isinstance(parts, str | list)
+    if not is_text and not (parts is None and message.get("role") == "assistant"):
+        found = shown(parts) if "content" in message else "missing"
+        found = f"is {found}: give text. Only an assistant's may be None, beside tool calls."
+        raise RequestError(f"The content of a message of role {shown(message.get('role'))} {found}")
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         return message
     other = [part.get("type") for part in parts if part.get("type") != "text"]
