@@ -5,8 +5,9 @@ Rows of one request (p = position of the step's first row, n = tokens accepted, 
     pass 0      all rows of the target's pass, at p …     token = the one after each row, hidden =
                                                           the target's at the row
                 row n-1 proposes; rows past it are of rejected drafts, overwritten next step.
-                A head of one layer computes row n-1 alone, once the keys and values of all rows
-                are written. With prompts it writes them first, and then reads row n-1.
+                An EAGLE-3 head of one layer (`keeps_rows`) computes row n-1 alone, once the keys
+                and values of all rows are written. With prompts a head of one layer writes them
+                first, and then reads row n-1 alone.
     pass i >= 1 one row, at p + n - 1 + i                 token = proposal i, hidden = pass i-1's
 
 A drafter that keeps no KV (`advances_positions` is False) reads one row per request at every pass.
