@@ -20,7 +20,7 @@ cudaError_t launch_clusters_as(const AttendParams& p, cudaStream_t stream) {
     static const bool has_room = clusters_at_once(kernel, kSize, kWarps * 32, shared) > 0;  // not every GPU has
     if (!has_room) return launch_clusters_as<T, kDim, kTiles, 8, 8>(p, stream);
   }
-  return launch_clusters(kernel, dim3(p.requests * p.kv_heads * kSize), kSize, dim3(kWarps * 32),
+  return launch_clusters(kernel, dim3(p.requests * parts_of(p) * p.kv_heads * kSize), kSize, dim3(kWarps * 32),
                          shared, stream, p);
 }
 
@@ -58,7 +58,7 @@ template <typename T>
 cudaError_t launch_attend_clusters(const AttendParams& p, int dim, ClusterShape shape,
                                    cudaStream_t stream) {
   if (dim == 256) return launch_wide_clusters<T>(p, shape, stream);
-  if (p.rows * p.per_kv <= 16) {
+  if (p.part_rows * p.per_kv <= 16) {
     return dim == 64 ? launch_clusters_of<T, 64, 1>(p, shape, stream)
                      : launch_clusters_of<T, 128, 1>(p, shape, stream);
   }

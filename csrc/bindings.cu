@@ -156,11 +156,12 @@ LinearParams inputs(const TensorView& x0, const Optional<TensorView>& ids, const
   return p;
 }
 
-void linear(TensorView x0, Optional<TensorView> x1, Optional<TensorView> norm0,
+// ids: as of `inputs`.
+void linear(TensorView x0, Optional<TensorView> ids, Optional<TensorView> x1, Optional<TensorView> norm0,
             Optional<TensorView> norm1, double eps, double offset, TensorView weight,
             Optional<TensorView> scales, int64_t group, Optional<TensorView> bias,
             Optional<TensorView> residual, TensorView out, Optional<TensorView> copy) {
-  LinearParams p = inputs(x0, {}, x1, norm0, norm1, eps, offset, weight, scales, group, bias, out);
+  LinearParams p = inputs(x0, ids, x1, norm0, norm1, eps, offset, weight, scales, group, bias, out);
   if (residual.has_value()) {
     check(!norm0.has_value(), "a residual and a norm in one product are not there");
     p.residual = residual.value().data_ptr(), p.residual_stride = residual.value().stride(0);
@@ -181,12 +182,13 @@ void linear_gated(TensorView x, Optional<TensorView> norm, double eps, double of
   run(Epilogue::kGated, p, x);
 }
 
-// ids: as of `inputs`.
+// ids: as of `inputs`. q_norm, k_norm: [dim] of heads, both or none.
 void linear_rope(TensorView x0, Optional<TensorView> ids, Optional<TensorView> x1, Optional<TensorView> norm0,
                  Optional<TensorView> norm1, double eps, double offset, TensorView weight,
                  Optional<TensorView> scales, int64_t group, Optional<TensorView> bias,
                  TensorView cos_sin, TensorView positions, TensorView slots, int64_t scratch_slot,
                  TensorView k_cache, TensorView v_cache, int64_t q_heads, bool keeps_finite,
+                 Optional<TensorView> q_norm, Optional<TensorView> k_norm, double head_eps, double head_offset,
                  TensorView out) {
   LinearParams p = inputs(x0, ids, x1, norm0, norm1, eps, offset, weight, scales, group, bias, out);
   p.cos_sin = static_cast<const float*>(cos_sin.data_ptr());
@@ -199,7 +201,14 @@ void linear_rope(TensorView x0, Optional<TensorView> ids, Optional<TensorView> x
   p.q_heads = static_cast<int>(q_heads), p.kv_heads = static_cast<int>(k_cache.size(1));
   p.dim = static_cast<int>(k_cache.size(2)), p.keeps_finite = keeps_finite;
   check(p.dim % 16 == 0 && p.n == (p.q_heads + 2 * p.kv_heads) * p.dim, "heads and head_dim");
-  run(Epilogue::kRope, p, x0);
+  check(q_norm.has_value() == k_norm.has_value(), "norms of queries and of keys, or none");
+  if (!q_norm.has_value()) return run(Epilogue::kRope, p, x0);
+  check(!scales.has_value() && p.record == 0, "norms of heads are for floats");
+  check(norm0.has_value() && !norm1.has_value(), "norms of heads are behind a norm of one input");
+  check(q_norm.value().numel() == p.dim && k_norm.value().numel() == p.dim, "norms of heads by head_dim");
+  p.q_norm = data(q_norm), p.k_norm = data(k_norm);
+  p.head_eps = static_cast<float>(head_eps), p.head_offset = static_cast<float>(head_offset);
+  run(Epilogue::kNormedRope, p, x0);
 }
 
 // keys: int64 [> rows], zero before and after. tokens: int32 [rows].
@@ -571,9 +580,9 @@ void delta_generations(TensorView mixed, TensorView gates, TensorView z, TensorV
 
 // q, out [T, Hq, D], of each request `rows` rows, or with starts, [B+1] int32, at most so many; k, v
 // [slots, Hkv, D]; tables [B, M] int32, positions [T] int64; sinks [Hq]. size, warps: as of ClusterShape.
-// is_beside: as of AttendParams.
+// part_rows, is_beside: as of AttendParams.
 void attend_clusters(TensorView q, TensorView k, TensorView v, TensorView tables,
-                     TensorView positions, Optional<TensorView> starts, int64_t rows,
+                     TensorView positions, Optional<TensorView> starts, int64_t rows, int64_t part_rows,
                      int64_t page_size, int64_t window, double scale, Optional<TensorView> sinks,
                      int64_t size, int64_t warps, bool is_beside, TensorView out) {
   trtspec::AttendParams p = {};
@@ -594,12 +603,12 @@ void attend_clusters(TensorView q, TensorView k, TensorView v, TensorView tables
         "sinks of the queries' type");
   check(!sinks.has_value() || sinks.value().numel() == q.size(1), "a sink for each query head");
   check(p.per_kv > 0, "at least as many query heads as KV heads");
-  p.kv_inverse = 65536 / p.per_kv + 1;
+  p.kv_inverse = 65536 / p.per_kv + 1, p.part_rows = static_cast<int>(part_rows);
   check(scale > 0, "a positive scale");
   const int dim = static_cast<int>(q.size(2));
   check(dim == 64 || dim == 128 || dim == 256, "heads of 64, 128 or 256");
-  check(p.rows * p.per_kv <= (dim == 256 ? trtspec::kMaxWidePairs : trtspec::kMaxPairs),
-        "at most 32 pairs of a row and a head, 16 with heads of 256");
+  check(p.part_rows > 0 && p.part_rows * p.per_kv <= (dim == 256 ? trtspec::kMaxWidePairs : trtspec::kMaxPairs),
+        "1 to 32 pairs of a row and a head in a part, 16 with heads of 256");
   check(page_size % trtspec::kTileKeys == 0, "pages must be multiples of 16 keys");
   check(positions.size(0) == q.size(0) && is_dense(positions), "a position for each row");
   check(warps == 4 || warps == 8, "4 or 8 warps");

@@ -112,7 +112,12 @@ cudaError_t launch_tile(const LinearParams& p, cudaStream_t stream) {
   if (raised != cudaSuccess) return raised;
   keep_shared_memory(kernel);
   const int across = (p.n + kOuts - 1) / kOuts, down = (p.rows + Sizes::kRows - 1) / Sizes::kRows;
-  return launch_clusters(kernel, dim3(across * kSplit, down), kSplit, dim3(kTileWarps * 32), shared,
+  int cluster = kSplit;
+  if constexpr (E == Epilogue::kNormedRope) {
+    if (p.dim % kOuts || p.dim > kMaxHeadBlocks * kOuts) return cudaErrorInvalidValue;
+    cluster = p.dim / kOuts;
+  }
+  return launch_clusters(kernel, dim3(across * kSplit, down), cluster, dim3(kTileWarps * 32), shared,
                          stream, p);
 }
 
@@ -168,6 +173,9 @@ cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
     if (p.x1 != nullptr) {
       if (p.rows <= kMaxFewRows) return launch_tile<T, E, 2, 1, 16, 9>(p, stream);
       if (p.rows <= kMaxMoreRows) return launch_tile<T, E, 2, 1, 32, 9>(p, stream);
+      if constexpr (E == Epilogue::kPlain) {  // as the keys and values of a block drafter's context
+        if (!runs_at_once(p, 32, 32, 1)) return launch_tile<T, E, 2, 3, 32, 9>(p, stream);
+      }
       return launch_tile<T, E, 2, 2, 32, 9>(p, stream);
     }
   }
@@ -203,17 +211,28 @@ cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
   }
   if (p.rows <= most || p.n < kWide) return launch_tile<T, E, kNorm, 2, 32, 5>(p, stream);
   if (p.rows <= kMaxMoreRows) return launch_tile<T, E, kNorm, 2, 32, 3>(p, stream);
-  return launch_tile<T, E, kNorm, 2, 64, 3>(p, stream);
+  if constexpr (E == Epilogue::kNormedRope) {  // all tiles add up a head's squares in one order
+    return launch_tile<T, E, kNorm, 2, 32, 3>(p, stream);
+  } else {
+    return launch_tile<T, E, kNorm, 2, 64, 3>(p, stream);
+  }
+}
+
+// Whether tiles make a product.
+template <Epilogue E, bool kNorm>
+bool is_tiled(const LinearParams& p) {
+  constexpr bool kTakesTwo = kNorm && E != Epilogue::kGated && E != Epilogue::kNormedRope;
+  const int64_t large = p.k <= kMaxNarrow ? kLargeNarrow : kLargeWeight;
+  const bool is_small = static_cast<int64_t>(p.n) * p.k < large && p.k <= kMaxTileColumns;
+  return is_small && p.n % kTile == 0 && (kTakesTwo || p.x1 == nullptr);
 }
 
 template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   const int64_t values = static_cast<int64_t>(p.n) * p.k;
-  const bool takes_inputs = p.x1 == nullptr || (kNorm && E != Epilogue::kGated);
-  const int64_t large = p.k <= kMaxNarrow ? kLargeNarrow : kLargeWeight;
-  const bool is_tiled = takes_inputs && p.n % kTile == 0 && values < large && p.k <= kMaxTileColumns;
-  if (p.ids != nullptr && !(is_tiled && p.x1 != nullptr)) return cudaErrorInvalidValue;
-  if (is_tiled) return launch_tiles<T, E, kNorm>(p, stream);
+  const bool has_tiles = is_tiled<E, kNorm>(p);
+  if (p.ids != nullptr && !(has_tiles && p.x1 != nullptr)) return cudaErrorInvalidValue;
+  if (has_tiles) return launch_tiles<T, E, kNorm>(p, stream);
   if (p.rows > kMaxSkinnyRows) return cudaErrorInvalidValue;
   if constexpr (E == Epilogue::kPlain) {
     const bool is_narrow = p.rows <= kNarrowRows && p.k <= kMaxNarrow && p.k_split == p.k;
@@ -249,6 +268,16 @@ cudaError_t launch_normed(const LinearParams& p, cudaStream_t stream) {
   }
 }
 
+// A norm before the product and norms of heads behind it.
+template <typename T>
+cudaError_t launch_normed_rope(const LinearParams& p, cudaStream_t stream) {
+  constexpr Epilogue kHeads = Epilogue::kNormedRope;
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (p.norm0 != nullptr && is_tiled<kHeads, true>(p)) return launch_tiles<T, kHeads, true>(p, stream);
+  }
+  return cudaErrorInvalidValue;  // fp16 as of other norms
+}
+
 template <typename T>
 cudaError_t launch_largest(const LinearParams& p, const LargestParams& largest, cudaStream_t stream) {
   if (p.norm0 == nullptr) return launch_narrow<T, false, true>(p, largest, stream);
@@ -262,6 +291,7 @@ cudaError_t launch_linear(Epilogue epilogue, const LinearParams& p, cudaStream_t
     case Epilogue::kPlain: return launch_normed<T, Epilogue::kPlain>(p, stream);
     case Epilogue::kGated: return launch_normed<T, Epilogue::kGated>(p, stream);
     case Epilogue::kRope: return launch_normed<T, Epilogue::kRope>(p, stream);
+    case Epilogue::kNormedRope: return launch_normed_rope<T>(p, stream);
     case Epilogue::kResidual: return launch_columns<T, Epilogue::kResidual, false>(p, stream);
   }
   return cudaErrorInvalidValue;

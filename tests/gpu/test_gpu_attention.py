@@ -199,6 +199,27 @@ def test_requests_with_different_numbers_of_rows(way: Way) -> None:
     check(case._replace(q=case.q[keep], tables=tables), way)
 
 
+@pytest.mark.parametrize("has_starts", [False, True])
+def test_rows_in_parts_have_the_same_bits(
+    has_starts: bool, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clusters share a request's rows, or one has all of them."""
+    most = csrc_kernels.MAX_PAIRS[way.dim] // 2
+    case = make(lengths(5, 900), most, per_kv=2, window=300, dim=way.dim)
+    if has_starts:
+        counts = [most, 1, 2, most - 1, 3]
+        keep = [most * i + j for i, count in enumerate(counts) for j in range(count)]
+        starts = torch.tensor([0, *counts]).cumsum(0).to("cuda", torch.int32)
+        tables = case.tables._replace(positions=case.tables.positions[keep], starts=starts)
+        case = case._replace(q=case.q[keep], tables=tables)
+    found = []
+    for part in (most, most - 1, most // 2, 3, 1):
+        monkeypatch.setattr(csrc_kernels, "rows_of_part", lambda *_, part=part: part)
+        found.append(attend(case, way))
+    check(case, way)
+    assert all(torch.equal(out, found[0]) for out in found)
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_windows_of_many_blocks(rows: int, way: Way) -> None:
     check(make([3000, 700, 2000], rows, window=1000, dim=way.dim), way)
@@ -260,7 +281,8 @@ def test_a_graph_reads_what_the_kernel_before_it_wrote(way: Way) -> None:
 @pytest.mark.parametrize(
     ("dim", "cluster", "rows", "requests"),
     [
-        (64, (16, 4), 1, 1), (64, (16, 4), 8, 4), (64, (4, 8), 1, 5), (64, (4, 8), 4, 18),
+        (64, (16, 4), 1, 1), (64, (16, 4), 8, 4), (64, (16, 4), 16, 4),
+        (64, (4, 8), 1, 5), (64, (4, 8), 4, 18),
         (64, (2, 8), 1, 35), (64, (1, 8), 1, 36), (64, (1, 8), 4, 36),
         (64, (2, 4), 5, 36), (64, (2, 4), 8, 79),
         (64, (1, 8), 4, 80), (64, (1, 8), 1, 128), (64, (1, 4), 1, 129),
@@ -309,7 +331,8 @@ def test_longer_texts_have_more_thread_blocks(
     [
         (128, 9, [90] * 20),
         (256, 1, [*[40] * 33, 9_000]),
-        (64, 9, [90]),
+        (64, 17, [90] * 4),
+        (64, 9, [90] * 5),
         (64, 1, [40, 66_000]),
         (64, 1, [*[40] * 40, 20_000]),
         (128, 1, [*[40] * 33, 20_000]),

@@ -300,6 +300,60 @@ def test_rope_and_cache(
 
 
 @pytest.mark.parametrize(
+    ("heads", "rows", "has_tiles"),
+    [
+        ((9, 3, 64, 576), 5, True), ((9, 3, 64, 576), 17, True), ((9, 3, 64, 576), 130, True),
+        ((36, 4, 64, 576), 70, True), ((36, 4, 64, 576), 97, True), ((20, 4, 64, 1024), 70, True),
+        ((16, 8, 128, 1024), 1, True), ((16, 8, 128, 1024), 16, True),
+        ((16, 8, 128, 1024), 33, True), ((16, 8, 128, 2048), 1, False),
+        ((16, 8, 128, 2048), 20, False), ((4, 1, 256, 640), 8, True), ((4, 4, 96, 576), 3, True),
+        ((24, 4, 96, 576), 100, True), ((4, 4, 48, 576), 3, False), ((4, 1, 288, 576), 3, False),
+        ((32, 8, 128, 4096), 5, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rope_behind_norms_of_heads(
+    heads: tuple[int, int, int, int], rows: int, has_tiles: bool, offset: float, served: list[str]
+) -> None:
+    """As Qwen3 and Gemma-3 have them."""
+    q_heads, kv_heads, dim, size = heads
+    kind = torch.bfloat16
+    layer, norm = _linear(size, (q_heads + 2 * kv_heads) * dim, kind, bias=True), _norm(size, kind)
+    of_heads = _norm(dim, kind, seed=11), _norm(dim, kind, seed=12)
+    for each in of_heads:
+        each.offset, each.eps = offset, 1e-2
+    x, slots = _random(rows, size), torch.randperm(2 * rows, device="cuda")[:rows]
+    angles = 10 * _random(40, dim // 2, dtype=torch.float32, seed=6)
+    table = torch.cat([angles.cos(), angles.sin()], -1)
+    rope = Rope(table, torch.arange(rows, device="cuda") * 7 % 40)
+    keys, values = (
+        torch.zeros(2 * rows + 1, kv_heads, dim, dtype=kind, device="cuda") for _ in "kv"
+    )
+    to = CacheWrite(keys, values, slots, scratch_slot=2 * rows)
+    q = fused.qkv_rope_and_write((x,), layer, (norm,), rope, q_heads, to, of_heads)
+    assert ("linear_rope" in served) == has_tiles
+    few = 1 + rows // 3  # whose results do not depend on the others
+    own = Rope(table, rope.position_ids[:few])
+    of_few = to._replace(slots=slots[:few])
+    some = fused.qkv_rope_and_write((x[:few],), layer, (norm,), own, q_heads, of_few, of_heads)
+    assert torch.equal(some, q[:few])
+    heads_of = _product(_exact(x, norm), layer).view(rows, -1, dim)
+    normed = _exact(heads_of[:, :q_heads], of_heads[0]), _exact(heads_of[:, q_heads:], of_heads[1])
+    cos, sin = (t.double() for t in rope.rotation(kind))
+    turned = apply_rope(torch.cat(normed, 1)[:, : q_heads + kv_heads], cos, sin)
+    _close(q, turned[:, :q_heads])
+    _close(keys[slots], turned[:, q_heads:])
+    _close(values[slots], heads_of[:, q_heads + kv_heads :])
+    assert not any(
+        cache[torch.isin(torch.arange(2 * rows + 1, device="cuda"), slots).logical_not()].any()
+        for cache in (keys, values)
+    )
+    x[0], to = float("nan"), to._replace(keeps_finite=True)
+    fused.qkv_rope_and_write((x,), layer, (norm,), rope, q_heads, to, of_heads)
+    assert all(cache.isfinite().all() for cache in (keys, values))
+
+
+@pytest.mark.parametrize(
     "size",
     [
         (576, 960),
@@ -380,6 +434,7 @@ def test_queries_and_keys_of_two_inputs(served: list[str]) -> None:
             assert torch.equal(fused.qkv_rope_and_write(inputs, layer, norms, rope, 9, into), q)
             assert torch.equal(others[0][:rows], keys[:rows])
             assert torch.equal(others[1][:rows], values[:rows])
+            assert torch.equal(fused.linear(inputs, layer, norms), fused.linear(x, layer, norms))
         normed = [_exact(t, norm) for t, norm in zip(x, norms, strict=True)]
         qkv = _product(torch.cat(normed, -1), layer).view(rows, -1, dim)
         cos, sin = (t.double() for t in rope.rotation(torch.bfloat16))
@@ -387,7 +442,7 @@ def test_queries_and_keys_of_two_inputs(served: list[str]) -> None:
         _close(q, turned[:, :9])
         _close(keys[:rows], turned[:, 9:])
         _close(values[:rows], qkv[:, 12:])
-    assert served == ["linear_rope"] * 12
+    assert served == ["linear_rope", *["linear_rope", "linear", "linear"] * 2] * 4
 
 
 def test_rows_of_a_table_that_a_kernel_does_not_look_up(served: list[str]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trtspec import DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams
 from trtspec.models.drafters.dflash import DFlashHead
-from trtspec.ops.step.rows import BlockRows
+from trtspec.ops.step.rows import BlockStart
 from trtspec.workers.dflash import DFlashWorker
 
 PERFECT = PerfectBlocks()
@@ -92,7 +92,7 @@ def test_a_walk_that_begins_elsewhere_is_noticed(
     name = "drafts_of_path" if made[0] == "dflash2" else "drafts_in_turn"
     real = getattr(DFlashWorker, name)
 
-    def behind_another(self: Any, inputs: Any, meta: Any, rows: BlockRows, *rest: Any) -> Tensor:
+    def behind_another(self: Any, inputs: Any, meta: Any, rows: BlockStart, *rest: Any) -> Tensor:
         return real(self, inputs, meta, rows._replace(tokens=rows.tokens * 0), *rest)
 
     monkeypatch.setattr(DFlashWorker, name, behind_another)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -40,7 +41,7 @@ from trtspec.ops.step import (
     triton_rows,
 )
 from trtspec.ops.step.packing import PassRows
-from trtspec.ops.step.rows import ContextLayout
+from trtspec.ops.step.rows import BlockShape, ContextLayout
 from trtspec.ops.tokens import (
     triton_bitmask,
     triton_draw,
@@ -150,6 +151,9 @@ def step() -> dict[str, Any]:
         slot_mappings=(longs(GENERATIONS),) * 2,
         max_seq_len=40,
     )
+    with_prompt = replace(
+        meta, context_lens=(1,), context_starts=(0,), num_generations=GENERATIONS - 1
+    )
     accepted, lens, certain = ints(GENERATIONS, K + 1), ints(GENERATIONS), longs(GENERATIONS)
     sampling, past = SlotSampling.neutral(SLOTS, CPU), longs(SLOTS)
     states = torch.zeros(8, 48), torch.zeros(8, 80)
@@ -177,14 +181,14 @@ def step() -> dict[str, Any]:
             *(triton_rows.gather_step_inputs, certain, ints(SLOTS, K + 1), past, sampling),
             *(tables, 16, K + 1, 40),
         ),
-        (triton_rows.largest_of_rows, longs(GENERATIONS, K)),
         (triton_rows.gather_context_inputs, certain, layout, sampling, tables, 16, 40),
         (triton_drafts.shift_contexts, longs(8), accepted[:, 0], lens, certain),
         (triton_drafts.shift_contexts, longs(8), accepted[:, 0], None, certain),
         (triton_drafts.shift_for_drafting, accepted, lens, longs(8), K + 1),
         (triton_drafts.start_chain, meta, accepted, lens, 4, 3),
         (triton_drafts.last_two_tokens, longs(8), longs(8), accepted, lens, certain),
-        (triton_drafts.block_rows, accepted, lens, longs(8), certain, 6, 5, 7),
+        (triton_drafts.start_block, meta, accepted, lens, BlockShape(6, 5, 7), 4),
+        (triton_drafts.start_block, with_prompt, accepted, lens, BlockShape(6, 5, 7), 4),
         (triton_drafts.masked_rows, accepted, lens, longs(8), certain, 6, 3, 7, 0),
         (triton_drafts.gather_distinct, certain, states),
         (triton_recurrent.begin_pass, longs(SLOTS), longs(5), longs(2), longs(12)[::4]),

@@ -154,7 +154,7 @@ def _layers() -> dict[str, Any]:
     from trtspec.ops.layer import triton_fp8 as fp8
     from trtspec.ops.layer import triton_fp8_rows as fp8_rows
     from trtspec.ops.layer.fp8 import FP8, Fp8Weight, Rescaling
-    from trtspec.ops.layer.rope import CacheWrite, Rope
+    from trtspec.ops.layer.rope import CacheWrite, KeysAndValues, Rope
     from trtspec.ops.layer.triton_convolution import convolve_blocks
     from trtspec.ops.tokens.triton_soft_cross_entropy import draft_loss_
 
@@ -195,6 +195,7 @@ def _layers() -> dict[str, Any]:
         (context_attention, q, cached, tables, tiles, 4, q),
         (triton_rope.rope_and_write, half(8, 8, 64), rope, 4, to, (norm, norm), True),
         (triton_rope.rope_and_write, half(8, 8, 64), rope, 4, to),
+        (triton_rope.write_layers, (KeysAndValues(half(8, 4, 64), rope, to),) * 3),
         (triton_rope.rope_queries, q, rope, norm),
         (triton_norm.rms_norm, q, norm),
         (triton_norm.add_normed, half(8, 64), half(8, 64), norm, None),

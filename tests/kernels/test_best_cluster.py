@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from trtspec.attention.csrc_kernels import FEW_PAIRS, MAX_PAIRS, Cluster, best_cluster, larger
+from trtspec.attention.csrc_kernels import (
+    FEW_PAIRS,
+    MAX_PAIRS,
+    Cluster,
+    best_cluster,
+    larger,
+    most_pairs,
+    rows_of_part,
+)
 from trtspec.attention.split_kv import Layer
 
 OF_8_WARPS = {Cluster(1, 8), Cluster(2, 8), Cluster(4, 8), Cluster(8, 8)}
@@ -30,3 +38,22 @@ def test_every_cluster_is_compiled(dim: int) -> None:
     layer = Layer(kv_heads=1, per_kv=1, dim=dim, page_size=32)
     chosen = {best_cluster(layer, n, rows) for n in range(1, 600) for rows in (1, MAX_PAIRS[dim])}
     assert chosen | {*larger(layer)} <= COMPILED[dim]
+
+
+@pytest.mark.parametrize("dim", [*COMPILED])
+@pytest.mark.parametrize("per_kv", [1, 3, 4, 7, 16])
+def test_every_part_is_served(dim: int, per_kv: int) -> None:
+    layer = Layer(kv_heads=1, per_kv=per_kv, dim=dim, page_size=32)
+    for groups in range(1, 300):
+        for rows in range(1, most_pairs(layer, groups) // per_kv + 1):
+            part = rows_of_part(layer, groups, rows)
+            assert 1 <= part <= rows and part * per_kv <= MAX_PAIRS[dim]
+
+
+def test_rows_of_few_groups_are_parted_more() -> None:
+    layer = Layer(kv_heads=3, per_kv=3, dim=64, page_size=32)
+    counts = 1, 4, 5, 8
+    for requests, parts in {1: (1, 2, 2, 2), 2: (1, 2, 3, 4), 4: (1, 4, 5, 4)}.items():
+        assert tuple(rows_of_part(layer, 3 * requests, rows) for rows in counts) == parts
+    wide = Layer(kv_heads=8, per_kv=4, dim=128, page_size=32)
+    assert rows_of_part(wide, 8, 8) == 8

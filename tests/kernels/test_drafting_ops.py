@@ -37,6 +37,7 @@ from trtspec.ops.launch import dispatch
 from trtspec.ops.padded import torch as padded
 from trtspec.ops.step import missed as step_missed
 from trtspec.ops.step import rows as step_rows
+from trtspec.ops.step.rows import BlockShape
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -86,7 +87,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, KVGroup):
         return value.page_size
     if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.compare}
     return value
 
 
@@ -460,26 +461,6 @@ def test_masked_rows(seed: int, num_seqs: int, k: int, proposals: int, offset: i
         assert out.last_positions[b] == positions[certain[b]] + n
 
 
-@CASES
-@given(SEEDS, st.integers(0, 5), st.integers(0, 8), st.integers(1, 8), st.integers(0, 1))
-def test_block_rows(seed: int, num_seqs: int, k: int, proposals: int, more: int) -> None:
-    rng, mask, rows = random.Random(seed), 77, proposals + more
-    accepted, lens = _accepted(rng, num_seqs, k, rng.randint(1, k + 1))
-    positions = [rng.randrange(100) for _ in range(40)]
-    certain = [rng.randrange(30) for _ in range(num_seqs)]
-    out = run(
-        "block_rows", ints(accepted).view(num_seqs, k + 1), ints(lens),
-        ints(positions, torch.int64), ints(certain, torch.int64), rows, proposals, mask,
-    )  # fmt: skip
-    for b, (row, n) in enumerate(zip(accepted, lens, strict=True)):
-        assert out.tokens[b].tolist() == [row[n - 1]] + [mask] * (rows - 1)
-        last = positions[certain[b]] + n
-        assert out.positions[b].tolist() == list(range(last, last + rows))
-        expected = [b * rows + more + i for i in range(proposals)]
-        assert out.proposing[b::num_seqs].tolist() == expected
-        assert out.last_positions[b] == last
-
-
 def _meta_before(
     num_seqs: int, tables: tuple[Tensor, ...], pages: tuple[int, ...], max_seq_len: int
 ) -> AttentionMetadata:
@@ -490,6 +471,48 @@ def _meta_before(
         position_ids=ints([], torch.int64), kv_lens=ints([]), max_kv_len=7, kv_groups=groups,
         block_tables=tables, slot_mappings=(), max_seq_len=max_seq_len, derived={"old": 1},
     )  # fmt: skip
+
+
+@CASES
+@given(SEEDS, st.integers(0, 5), st.integers(0, 8), st.integers(1, 8), st.integers(0, 1))
+def test_start_block(seed: int, num_seqs: int, k: int, proposals: int, more: int) -> None:
+    rng, mask, rows = random.Random(seed), 77, proposals + more
+    max_seq_len, generation_rows = rng.randint(1, 30), rng.randint(1, k + 1)
+    tables, pages = _tables(rng, num_seqs)
+    contexts = rng.randint(0, num_seqs)
+    lengths = tuple(rng.randint(1, 4) for _ in range(contexts))
+    firsts = [sum(lengths) + generation_rows * i for i in range(num_seqs - contexts)]
+    certain = [sum(lengths[: i + 1]) - 1 for i in range(contexts)] + firsts
+    positions = [rng.randrange(20) for _ in range(sum(lengths) + generation_rows * len(firsts))]
+    meta = replace(
+        _meta_before(num_seqs, tables, pages, max_seq_len),
+        context_lens=lengths, context_starts=(0,) * contexts, num_generations=len(firsts),
+        rows_per_generation=generation_rows, position_ids=ints(positions, torch.int64),
+    )  # fmt: skip
+    accepted, lens = _accepted(rng, num_seqs, k, generation_rows)
+    block = BlockShape(rows, proposals, mask)
+    args = [meta, ints(accepted).view(num_seqs, k + 1), ints(lens), block, 5]
+    start = run("start_block", *args)
+    step = start.meta
+    with kernels():
+        ours = step_rows.start_block(*_move(args)).meta
+    assert ours.largest_positions().tolist() == step.largest_positions().tolist()
+    assert (step.num_contexts, step.num_generations) == (0, num_seqs)
+    assert step.rows_per_generation == rows and step.max_kv_len == min(12, max_seq_len)
+    for b, (row, n) in enumerate(zip(accepted, lens, strict=True)):
+        assert start.tokens[b].tolist() == [row[n - 1]] + [mask] * (rows - 1)
+        last = positions[certain[b]] + n
+        assert start.last_positions[b] == last
+        expected = [b * rows + more + i for i in range(proposals)]
+        assert start.proposing[b::num_seqs].tolist() == expected
+        own = slice(b * rows, (b + 1) * rows)
+        guarded = [p if p < max_seq_len else 0 for p in range(last, last + rows)]
+        assert step.position_ids[own].tolist() == guarded
+        assert step.kv_lens[b] == guarded[-1] + 1
+        assert step.largest_positions()[own].tolist() == [max(guarded)] * rows
+        for table, page, slots in zip(tables, pages, step.slot_mappings, strict=True):
+            wanted = [_slot(table, b, p, page, max_seq_len) for p in range(last, last + rows)]
+            assert slots[own].tolist() == wanted
 
 
 @CASES
@@ -800,15 +823,6 @@ def test_next_new_tokens_and_saving_them(seed: int, num_seqs: int, k: int) -> No
         assert left[0][1][slot] == expected[g]
     for slot in set(range(num_seqs + 2)) - set(slots):
         assert left[0][0][slot] == 7 and left[0][1][slot] == [8] * (k + 1)
-
-
-@CASES
-@given(SEEDS, st.integers(0, 5), st.integers(1, 9))
-def test_largest_of_rows(seed: int, num_seqs: int, rows: int) -> None:
-    rng = random.Random(seed)
-    positions = [[rng.randint(0, 20) for _ in range(rows)] for _ in range(num_seqs)]
-    largest = run("largest_of_rows", ints(positions, torch.int64).view(num_seqs, rows))
-    assert largest.tolist() == [max(row) for row in positions for _ in range(rows)]
 
 
 # -- the whole step ----------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from trtspec.metadata.attention import (
     NULL_BLOCK,
     KVGroup,
 )
-from trtspec.ops.step.rows import largest_of_rows
 from trtspec.ops.step.slots import slot_mapping
 
 pytest.importorskip("triton", reason="needs triton")
@@ -147,7 +146,7 @@ def test_rows_that_see_both_ways_with_windows_of_their_own(
     q_heads, kv_heads = heads
     meta = make_pass(lengths, rows, kv_heads, dim, page, max_seq_len=200)
     positions = meta.position_ids
-    both_ways = meta.seen_both_ways(largest_of_rows(positions.view(meta.num_seqs, -1)), True)
+    both_ways = meta.seen_both_ways(windows_by_row=True)
     generator = torch.Generator().manual_seed(7)
     q = torch.randn(len(lengths) * rows, q_heads, dim, generator=generator).to(DEVICE)
     sinks = _sinks(q_heads) if has_sinks else None

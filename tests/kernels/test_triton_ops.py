@@ -12,7 +12,7 @@ from matrix import covering
 
 from trtspec.layers.norm import RMSNorm
 from trtspec.ops.layer import activation, convolution
-from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
+from trtspec.ops.layer.rope import CacheWrite, KeysAndValues, Rope, apply_rope, write_layers
 
 triton_rope = pytest.importorskip("trtspec.ops.layer.triton_rope", reason="needs triton")
 from trtspec.ops.layer import (  # noqa: E402
@@ -246,6 +246,32 @@ def test_rope_and_write_norms_values(dtype: torch.dtype) -> None:
     plain, normed = results
     assert torch.equal(plain[0], normed[0]) and torch.equal(plain[1], normed[1])
     _close(normed[2][slots], F.rms_norm(qkv[:, 7:], (dim,), eps=1e-5))
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_write_layers(is_alike: bool, has_norms: bool) -> None:
+    """Against layer after layer by the torch twin."""
+    dim, slots, layers = 16, torch.tensor([7, 3, -1, 9, 4], device=DEVICE), list[KeysAndValues]()
+    cache = torch.zeros(2, 3, 12, 2, dim, device=DEVICE)
+    rows = 3 * _random(5, 3 * 4 * dim, dtype=torch.float32)
+    for i, kv in enumerate(rows.chunk(3, dim=-1)):
+        angles = _random(20, dim // 2, dtype=torch.float32, seed=4 + i)
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        rope = Rope(table, torch.arange(5, device=DEVICE) + i)
+        norms = tuple(RMSNorm(dim, 1e-5, 0.0 if is_alike or i else 1.0) for _ in "qk")
+        for j, norm in enumerate(norms):
+            norm.weight.data = _random(dim, dtype=torch.float32, seed=2 * i + j)
+        finite = is_alike or i > 0
+        to = CacheWrite(cache[0, i], cache[1, i], slots, scratch_slot=11, keeps_finite=finite)
+        of_layer = (norms[0], norms[1]) if has_norms else None
+        layers.append(KeysAndValues(kv.view(5, 4, dim), rope, to, of_layer))
+    triton_rope.write_layers(tuple(layers))
+    ours = cache.clone()
+    cache.zero_()
+    write_layers.__wrapped__(tuple(layers))  # type: ignore[attr-defined]
+    _close(ours, cache)
+    assert ours[:, :, slots[slots >= 0]].all(-1).all()
 
 
 @covering(**{

@@ -1,8 +1,8 @@
 """Attention of generations by the CUDA C++ kernel of `csrc/`.
 
-A group is a request and a KV head, whose keys a cluster of thread blocks reads, or one block alone
-(csrc/include/trtspec/cluster_attention.cuh). Triton's kernel (`triton_generations.py`) serves what
-it does not.
+A group is some rows of a request and a KV head. A cluster of thread blocks reads its keys, or one
+block alone (csrc/include/trtspec/cluster_attention.cuh). Triton's kernel (`triton_generations.py`)
+serves what it does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from .split_kv import Layer, Queries, Tables
 
 TILE_KEYS = 16
 FEW_PAIRS, MAX_PAIRS = 16, {64: 32, 128: 32, 256: 16}
-"""Of a row and a query head, for each KV head; the most by the heads' size."""
+"""Of a row and a query head, for each KV head; the most of a cluster by the heads' size."""
+MAX_PAIRS_OF_FEW = 64
+"""Of a request, where several clusters share its rows (`FEW_GROUPS`)."""
 
 
 class Cluster(NamedTuple):
@@ -35,6 +37,9 @@ class Cluster(NamedTuple):
         return self.size * self.warps * 1024
 
 
+FEW_GROUPS, MOST_PARTS, LEAST_PART = 8, 12, 2
+"""Requests times KV heads whose rows are parted to fill a GPU: groups and parts at most, rows at
+least."""
 WIDE_GROUPS = {8: 16, 4: 33, 2: 66}
 """Thread blocks of a group, and the most groups."""
 MANY_GROUPS = 64  # these have two blocks each at most: with more, Triton's kernels are faster
@@ -78,13 +83,38 @@ def best_cluster(layer: Layer, groups: int, rows: int) -> Cluster:
     if layer.dim == WIDE:
         sizes = (Cluster(size, 4) for size, most in WIDE_GROUPS.items() if groups <= most)
         return next(sizes, Cluster(1, 4))
-    if layer.dim == 64 and groups <= 8:
+    if layer.dim == 64 and groups <= FEW_GROUPS:
         return Cluster(16, 4)
     if layer.dim == 64 and rows * layer.per_kv > FEW_PAIRS and 72 <= groups < 160:
         return Cluster(2, 4)
     most_of = {4: 36, 2: 71, 1: 256} if layer.dim == 64 else {8: 8, 4: 24, 2: 64, 1: 160}
     sizes = (Cluster(size, 8) for size, most in most_of.items() if groups <= most)
     return next(sizes, Cluster(1, 4))
+
+
+def most_pairs(layer: Layer, groups: int) -> int:
+    """Returns how many pairs of a row and a query head a request may have for each KV head."""
+    most = MAX_PAIRS.get(layer.dim, 0)
+    is_parted = layer.dim == 64 and groups <= FEW_GROUPS and layer.per_kv <= most
+    return MAX_PAIRS_OF_FEW if is_parted else most
+
+
+def rows_of_part(layer: Layer, groups: int, rows: int) -> int:
+    """Returns how many of a request's rows a cluster takes: other clusters take the others.
+
+    Each reads all keys. What a cluster does beside that takes longer with more rows. A part's sums
+    are those that it has among all rows. Heads of 128 gained nothing (docs/log.md).
+
+    Args:
+        groups, rows: as of `best_cluster`.
+    """
+    most = MAX_PAIRS[layer.dim] // layer.per_kv
+    if layer.dim != 64:
+        return min(rows, most)
+    parts = -(-rows * layer.per_kv // FEW_PAIRS)
+    if groups <= FEW_GROUPS:
+        parts = max(parts, MOST_PARTS // max(groups, 1))
+    return max(1, min(rows, most, max(-(-rows // parts), LEAST_PART)))
 
 
 def larger(layer: Layer) -> list[Cluster]:
@@ -97,7 +127,8 @@ def _module(queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer,
     q, k, v, sinks = queries.q, cached.k_slots, cached.v_slots, queries.sinks
     is_plain = layer.cap == 0 and tables.firsts is None
     is_plain = is_plain and (sinks is None or sinks.dtype == q.dtype)
-    fits = rows * layer.per_kv <= MAX_PAIRS.get(layer.dim, 0) and queries.scale > 0
+    groups = tables.blocks.shape[0] * layer.kv_heads
+    fits = rows * layer.per_kv <= most_pairs(layer, groups) and queries.scale > 0
     if not (is_plain and fits and layer.page_size % TILE_KEYS == 0 and q.is_cuda):
         return None
     if q.dtype not in (torch.bfloat16, torch.float16) or not k.dtype == v.dtype == q.dtype:
@@ -116,8 +147,9 @@ def attend_clusters(
     cluster: Cluster, is_beside: bool = False,
 ) -> None:  # fmt: skip
     """`attend`, by a cluster of thread blocks for each group."""
+    part = rows_of_part(layer, tables.blocks.shape[0] * layer.kv_heads, rows)
     module.attend_clusters(
         queries.q, cached.k_slots, cached.v_slots, tables.blocks, tables.positions, tables.starts,
-        rows, layer.page_size, layer.window, queries.scale, queries.sinks, cluster.size,
+        rows, part, layer.page_size, layer.window, queries.scale, queries.sinks, cluster.size,
         cluster.warps, is_beside, queries.out,
     )  # fmt: skip

@@ -75,6 +75,8 @@ MAX_ROWS_OF_FP8 = 8
 MAX_RESTING_BYTES = 140 << 10
 """What the kernel for FP8 weights holds of all rows, at most kMaxResting in csrc."""
 MAX_ROWS_OF_FOUR_BITS = 16
+TILES_OUTPUTS, MAX_HEAD_BLOCKS = 32, 8
+"""Outputs of a tile that has norms of heads, and tiles of a head at most."""
 _KEYS = StreamMemory(torch.int64, least=MAX_ROWS_OF_LARGE + 1)  # zeros between kernels
 MAX_NORMED_BYTES_OF_FOUR_BITS = 68 << 10, 140 << 10
 """What the kernel for weights of 4 bits holds of up to 8 normed rows, and of more."""
@@ -99,12 +101,34 @@ def linear(
         copy_to: [T, out] that takes the sum too.
     """
     is_alone = getattr(layer, "sums_over", ALONE).size == 1
+    if is_alone and residual is None and copy_to is None:
+        found = _of_table(inputs, layer, norms)
+        if found is not None:
+            return found
     of_part, rows = copy_to if is_alone else None, _looked_up(inputs)
     out = _over_ranks(
         layer, residual, lambda added: _own_part(rows, layer, norms, added, in_place, of_part)
     )
     if copy_to is not None and not is_alone:
         copy_rows(out, copy_to)
+    return out
+
+
+def _of_table(inputs: Inputs, layer: Any, norms: Norms) -> Tensor | None:
+    """Returns a product of two normed inputs whose kernel looks the first one up, [T, out].
+
+    None: look it up before.
+    """
+    table = _table_of(inputs, layer, norms)
+    if table is None:
+        return None
+    rows = _looked_up((inputs[1], inputs[1]))  # the second stands for the first
+    kernels = _kernels(rows, layer, norms)
+    if kernels is None:
+        return None
+    out = rows[0].new_empty(rows[0].shape[0], layer.out_features)
+    _, *others = _arguments(rows, norms, layer)
+    kernels.linear(table.table, table.ids, *others, None, out, None)
     return out
 
 
@@ -173,9 +197,8 @@ def _own_part(
     if out is None or not in_place:
         out = inputs[0].new_empty(inputs[0].shape[0], layer.out_features)
     takes_copy = copy_to is not None and residual is not None and _takes_pairs(copy_to, out.dtype)
-    kernels.linear(
-        *_arguments(inputs, norms, layer), residual, out, copy_to if takes_copy else None
-    )
+    x0, *others = _arguments(inputs, norms, layer)
+    kernels.linear(x0, None, *others, residual, out, copy_to if takes_copy else None)
     if copy_to is not None and not takes_copy:
         copy_rows(out, copy_to)
     return out
@@ -293,8 +316,9 @@ def qkv_rope_and_write(
     dim, table = to.k_slots.shape[2], _table_of(inputs, layer, norms)
     # The second input then stands for the first, which is of its shape.
     rows = _looked_up(inputs if table is None else (inputs[1], inputs[1]))
-    kernels = None if qk_norms is not None or dim % 16 else _kernels(rows, layer, norms)
-    if kernels is None or not _takes_rope(rope, to, rows[0].dtype):
+    kernels = None if norms_values or dim % 16 else _kernels(rows, layer, norms)
+    takes_norms = qk_norms is None or _norms_heads(qk_norms, dim, rows, layer, norms)
+    if kernels is None or not takes_norms or not _takes_rope(rope, to, rows[0].dtype):
         given = rows if table is None else inputs
         qkv = linear(given, layer, norms).view(-1, layer.out_features // dim, dim)
         return rope_and_write(qkv, rope, q_heads, to, qk_norms, norms_values)
@@ -312,9 +336,37 @@ def qkv_rope_and_write(
         to.v_slots,
         q_heads,
         to.keeps_finite,
+        *_head_norms(qk_norms),
         out,
     )
     return out.view(-1, q_heads, dim)
+
+
+def _head_norms(norms: tuple[RMSNorm, RMSNorm] | None) -> tuple[Tensor | float | None, ...]:
+    """Returns the weights of queries and keys, eps and offset as the kernel takes them."""
+    if norms is None:
+        return None, None, 0.0, 0.0
+    return norms[0].weight, norms[1].weight, norms[0].eps, norms[0].offset
+
+
+def _norms_heads(
+    of_heads: tuple[RMSNorm, RMSNorm], dim: int, inputs: Rows, layer: Any, norms: Norms
+) -> bool:
+    """Whether the kernel that has the product norms its heads, too: if tiles make it."""
+    q_norm, k_norm = of_heads
+    weight, x = getattr(layer, "weight", None), inputs[0]
+    if weight is None or layer.fp8 is not None or len(inputs) != 1 or len(norms) != 1:
+        return False
+    if _wants_gradient(layer, of_heads) or (q_norm.eps, q_norm.offset) != (
+        k_norm.eps,
+        k_norm.offset,
+    ):
+        return False
+    weights = q_norm.weight, k_norm.weight
+    if any(w.dtype != x.dtype or not w.is_contiguous() or w.data_ptr() % 4 for w in weights):
+        return False
+    is_some = dim % TILES_OUTPUTS == 0 and dim <= MAX_HEAD_BLOCKS * TILES_OUTPUTS
+    return is_some and _is_tiled(weight, 1, has_norms=True)
 
 
 def _table_of(inputs: Inputs, layer: Any, norms: Norms) -> Embedded | None:

@@ -59,9 +59,9 @@ class AcceptedPath:
         return certain_positions + self.lens
 
     def tokens_after_rows(self, requests: slice, rows_per_request: int) -> Tensor:
-        """Returns the token after each row of these requests, [G * R] int64, -1 after rejected
+        """Returns the token after each row of these requests, [G * R] int32, -1 after rejected
         rows."""
-        return self.tokens[requests, :rows_per_request].flatten().to(torch.int64)
+        return self.tokens[requests, :rows_per_request].flatten()
 
 
 def certain_rows(meta: AttentionMetadata) -> Tensor:

@@ -8,7 +8,7 @@ and is never edited: a draft step asks `for_rows` for a new one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ NULL_BLOCK = 0
 SCRATCH_BLOCK = 1
 """Block id that receives the rows whose slot is -1. Nothing reads it."""
 NUM_RESERVED_BLOCKS = 2
+LARGEST = "largest positions"  # among what is derived of a pass
 
 
 @dataclass(frozen=True)
@@ -256,21 +257,27 @@ class AttentionMetadata:
             derived={},
         )
 
-    def seen_both_ways(
-        self, last_positions: Tensor, windows_by_row: bool = False
-    ) -> AttentionMetadata:
+    def largest_positions(self) -> Tensor:
+        """Returns for each row of a draft pass its request's largest position, [T] int64."""
+        if LARGEST not in self.derived:
+            rows = self.position_ids.view(self.num_seqs, self.rows_per_generation)
+            self.derived[LARGEST] = rows.amax(1, keepdim=True).expand_as(rows).flatten()
+        return cast(Tensor, self.derived[LARGEST])
+
+    def know_largest_positions(self, positions: Tensor) -> None:
+        """Takes what `largest_positions` returns from whoever has found it already."""
+        self.derived[LARGEST] = positions
+
+    def seen_both_ways(self, windows_by_row: bool = False) -> AttentionMetadata:
         """Returns a draft pass in which a row sees all rows of its request, later ones too.
 
         A row sees keys up to its position, so here all rows of a request stand at the last one's.
         Their slots and rotary positions are those of the pass it is made of. With
         `windows_by_row` their windows are counted from there too, else from the last row.
-
-        Args:
-            last_positions: [T] int64, for each row its request's largest position.
         """
         return replace(
             self,
-            position_ids=last_positions,
+            position_ids=self.largest_positions(),
             window_position_ids=self.position_ids if windows_by_row else None,
             derived={},
         )

@@ -45,7 +45,14 @@ from ..metadata.embeds import RowEmbeds
 from ..ops.layer.activation import gate_and_mul
 from ..ops.layer.copy import copy_rows
 from ..ops.layer.norm import add_normed
-from ..ops.layer.rope import CacheWrite, Rope, apply_rope, rope_and_write
+from ..ops.layer.rope import (
+    CacheWrite,
+    KeysAndValues,
+    Rope,
+    apply_rope,
+    rope_and_write,
+    write_layers,
+)
 from ..ops.step.rows import draft_step, gather_rows
 from ..state.kv_cache import KVGroupSpec
 from .config import DecoderConfig
@@ -181,9 +188,12 @@ class Attention(nn.Module):
 
     def write_heads(self, kv: Tensor, rope: Rope, meta: AttentionMetadata) -> None:
         """Writes keys and values to the cache: kv [T, 2 * Hkv * D], before norms and RoPE."""
+        write_layers((self.keys_and_values(kv, rope, meta),))
+
+    def keys_and_values(self, kv: Tensor, rope: Rope, meta: AttentionMetadata) -> KeysAndValues:
+        """Returns what `write_heads` writes, for `write_layers`."""
         to = CacheWrite.of(meta, self.kv_group, self.cache_layer, self.sanitize_kv)
-        heads = self._heads(kv, 0)
-        rope_and_write(heads, rope, 0, to, self.qk_norms, self.norms_values)
+        return KeysAndValues(self._heads(kv, 0), rope, to, self.qk_norms, self.norms_values)
 
     def write_kv(self, inputs: Inputs, norms: Norms, rope: Rope, meta: AttentionMetadata) -> None:
         """Writes the keys and values of rows that attend to nothing; arguments as of `forward`."""

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from ..distributed.logits import ShardedLogits, gather_logits, top_tokens
-from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
-from ..ops.step.rows import BlockRows, block_rows, draft_step, gather_rows
+from ..ops.step.rows import BlockShape, BlockStart, gather_rows, start_block
 from ..ops.tokens.markov_walk import walk_markov
 from ..ops.tokens.probability import walk_probabilities
 from ..ops.tokens.walk import PathCandidates, candidate_scores, walk_candidates
@@ -75,16 +74,18 @@ class DFlashWorker(OnePassWorker):
             read_undrafted(self, inputs)
             return nothing_drafted(inputs)
         if head.reads_next_tokens:
-            ids, embeds = shifted_input_ids(self, inputs, meta), merged_embeds(inputs)
-            head.read_context(hidden_states, meta.position_ids, meta, ids, **embeds)
+            following = (hidden_states, meta.position_ids, meta, self.next_ids(inputs, meta))
+            head.read_context(*following, **merged_embeds(inputs))
         else:
             head.read_context(hidden_states, meta.position_ids, meta)
         if not self.num_proposals(inputs):
             return self.no_drafts(inputs)
-        rows = self.rows_of_block(inputs, meta, head.samples_from_anchor)
-        ids, step = draft_step(meta, rows.tokens, rows.positions, self.num_extra_kv_tokens)
-        out, _ = both_outputs(head(ids, step.position_ids, hidden_states, step, step=0))
-        (proposing,) = gather_rows(rows.proposing, out)  # by proposal, then by request
+        rows = self.start_block(inputs, meta, head.samples_from_anchor)
+        ids, own = rows.tokens.flatten(), rows.meta
+        out, _ = both_outputs(head(ids, own.position_ids, hidden_states, own, step=0))
+        proposing = out
+        if len(rows.tokens) > 1 or len(rows.proposing) < len(out):
+            (proposing,) = gather_rows(rows.proposing, out)  # by proposal, then by request
         self.has_confidence = head.confidence_head is not None
         if head.markov_head is not None:
             drafts = self.drafts_in_turn(inputs, meta, rows, head, out, proposing)
@@ -96,6 +97,12 @@ class DFlashWorker(OnePassWorker):
         if self.has_confidence and self.keeps_probabilities:
             self.add_confidence(head, proposing, rows.tokens[:, 0], drafts)
         return drafts
+
+    def next_ids(self, inputs: DraftInputs, meta: AttentionMetadata) -> Tensor:
+        """Returns the token after each row, [T] int32 or int64."""
+        if meta.num_contexts:
+            return shifted_input_ids(self, inputs, meta)
+        return inputs.path.tokens_after_rows(slice(None), meta.rows_per_generation)
 
     def note_logits(self, logits: Tensor | ShardedLogits, batch: int) -> None:
         if not self.has_confidence:
@@ -123,7 +130,7 @@ class DFlashWorker(OnePassWorker):
         self,
         inputs: DraftInputs,
         meta: AttentionMetadata,
-        rows: BlockRows,
+        rows: BlockStart,
         head: BlockDraftModel,
         out: Tensor,
         proposing: Tensor,
@@ -160,7 +167,7 @@ class DFlashWorker(OnePassWorker):
         self,
         inputs: DraftInputs,
         meta: AttentionMetadata,
-        rows: BlockRows,
+        rows: BlockStart,
         head: BlockDraftModel,
         proposing: Tensor,
     ) -> Tensor:
@@ -197,17 +204,11 @@ class DFlashWorker(OnePassWorker):
             proposals.append(before)
         return self.finish_drafts(inputs, proposals, rows.last_positions, meta.max_seq_len)
 
-    def rows_of_block(
+    def start_block(
         self, inputs: DraftInputs, meta: AttentionMetadata, samples_from_anchor: bool
-    ) -> BlockRows:
+    ) -> BlockStart:
         """Returns the blocks' rows."""
-        proposals = self.num_proposals(inputs)
-        return block_rows(
-            inputs.accepted_tokens,
-            inputs.num_accepted_tokens,
-            meta.position_ids,
-            certain_rows(meta),
-            proposals if samples_from_anchor else proposals + 1,
-            proposals,
-            self.mask_token_id,
-        )
+        proposals, path = self.num_proposals(inputs), inputs.path
+        rows = proposals if samples_from_anchor else proposals + 1
+        block = BlockShape(rows, proposals, self.mask_token_id)
+        return start_block(meta, path.tokens, path.lens, block, self.num_extra_kv_tokens)

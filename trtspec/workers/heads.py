@@ -123,6 +123,7 @@ def shifted_input_ids(
     tokens, contexts = meta.num_context_tokens, meta.num_contexts
     generations = slice(contexts, None)
     following = inputs.path.tokens_after_rows(generations, meta.rows_per_generation)
+    following = following.to(torch.int64)
     if not contexts:
         return following
     last_rows = {} if meta.last_context_rows is None else {"last_rows": meta.last_context_rows}

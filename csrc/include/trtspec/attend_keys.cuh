@@ -1,6 +1,6 @@
 // Attention over a paged cache of a step's few query rows, by one warp: reading keys and values, and
 // softmax sums of 16 keys at a time with tensor cores. cluster_attention.cuh cuts a group's keys (a
-// group is a request and a KV head) among warps and thread blocks.
+// group is some rows of a request and a KV head) among warps and thread blocks.
 //
 // A warp reads every so many tiles of 16 keys and their values into its own places in shared memory,
 // some tiles ahead. Nothing is shared by warps until the end.
@@ -31,6 +31,7 @@ struct AttendParams {
   const int64_t* positions;  // [rows of all]
   const int* starts;         // [requests + 1], their first rows; null: `rows` each
   int requests, rows, kv_heads, per_kv, window;  // rows: of a request, with starts at most
+  int part_rows;  // of a request, that one group has; 1 … rows
   int kv_inverse;  // 65536 / per_kv + 1
   const void* sinks;  // [heads], logits beside the scores, of the queries' type; null: none
   float scale;  // of scores in base 2, positive
@@ -38,15 +39,20 @@ struct AttendParams {
   bool is_beside;
 };
 
-// A request and a KV head.
+// Rows of a request, and a KV head.
 struct Group {
   int request, head;
-  int row, rows;   // the request's first row, and how many it has
-  int position;    // of that row
+  int row, rows;   // its first row, and how many it has
+  int position;    // of the request's first row
   int first, end;  // the keys that its rows see: from the start of a block of keys to before `end`
 };
 
-__device__ inline Group group_of(const AttendParams& p, int request, int head) {
+// How many groups share a request's rows.
+__host__ __device__ inline int parts_of(const AttendParams& p) { return (p.rows + p.part_rows - 1) / p.part_rows; }
+
+__device__ inline Group group_of(const AttendParams& p, int number) {
+  const int head = number % p.kv_heads, parts = parts_of(p);
+  const int request = number / p.kv_heads / parts, before = number / p.kv_heads % parts * p.part_rows;
   int row = request * p.rows, rows = p.rows;
   if (p.starts != nullptr) {
     row = __ldcg(p.starts + request);
@@ -55,7 +61,8 @@ __device__ inline Group group_of(const AttendParams& p, int request, int head) {
   const int position = static_cast<int>(__ldcg(p.positions + row));
   const int seen_from = p.window > 0 ? max(position - p.window + 1, 0) : 0;
   const int end = min(position + rows, p.table_width * p.page_size);
-  return {request, head, row, rows, position, seen_from / kBlockKeys * kBlockKeys, end};
+  const int own = min(max(rows - before, 0), p.part_rows);
+  return {request, head, row + before, own, position, seen_from / kBlockKeys * kBlockKeys, end};
 }
 
 // Shared memory: the warps' places for keys and values, where their sums go at a group's end.
@@ -165,7 +172,7 @@ __device__ inline void attend_keys(const AttendParams& p, const Group& group, co
       const bool is_pair = row < group.rows;
       const int64_t at = group.row + row;
       position_of[m][half] =
-          is_pair ? static_cast<int>(__ldcg(p.positions + at)) : group.position + group.rows;
+          is_pair ? static_cast<int>(__ldcg(p.positions + at)) : group.end;
       const int head = group.head * p.per_kv + pair - row * p.per_kv;
       query_of[m][half] =
           is_pair ? static_cast<const T*>(p.q) + at * p.q_row + head * p.q_head + t * 2 : nullptr;

@@ -1,5 +1,5 @@
-// Attention of a step's few query rows: a cluster of thread blocks for each group, a request and a KV
-// head, or one block alone. The warps of a cluster take turns at its tiles of 16 keys. Their softmax
+// Attention of a step's few query rows: a cluster of thread blocks for each group, some rows of a request and
+// a KV head, or one block alone. The warps of a cluster take turns at its tiles of 16 keys. Their softmax
 // sums are joined through shared memory, a thread block's first, then the cluster's. Blocks that a
 // group with few keys does not need return at once.
 //
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(
   __shared__ float2 stats_of[kWarps][kPairs], stats[kPairs];
   __shared__ float4 joined[kSize > 1 ? kPairs : 1][kColumns];
   const int warp = threadIdx.x / 32, rank = blockIdx.x % kSize, number = blockIdx.x / kSize;
-  const Group group = group_of(p, number / p.kv_heads, number % p.kv_heads);
+  const Group group = group_of(p, number);
+  if (group.rows == 0) return;
   const int blocks = (group.end - group.first + kBlockKeys - 1) / kBlockKeys;
   const int active = Cluster<kSize, kWarps>::active(blocks);
   // The next kernel starts when all blocks have let it or are gone: rank 0 has waited by then, or will

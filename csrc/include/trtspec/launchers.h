@@ -80,14 +80,14 @@ template <typename T>
 cudaError_t launch_all_reduce(const CollectiveParams& params, cudaStream_t stream);
 cudaError_t launch_all_gather(const CollectiveParams& params, cudaStream_t stream);
 
-// Thread blocks for each request and KV head, and the warps of each.
+// Thread blocks for each group, and the warps of each.
 struct ClusterShape {
   int size, warps;
 };
 
-// Heads of 64 or 128, rows * per_kv up to kMaxPairs, pages a multiple of kTileKeys. With 8 warps a
+// Heads of 64 or 128, part_rows * per_kv up to kMaxPairs, pages a multiple of kTileKeys. With 8 warps a
 // cluster has 1, 2, 4 or 8 blocks; with 4 it has 1, and for heads of 64 also 2 or 16.
-// Heads of 256, rows * per_kv up to kMaxWidePairs: with 4 warps 1, 2, 4 or 8 blocks.
+// Heads of 256, part_rows * per_kv up to kMaxWidePairs: with 4 warps 1, 2, 4 or 8 blocks.
 constexpr int kMaxPairs = 32, kMaxWidePairs = 16;
 template <typename T>
 cudaError_t launch_attend_clusters(const AttendParams& params, int dim, ClusterShape shape,

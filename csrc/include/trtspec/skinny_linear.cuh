@@ -16,7 +16,12 @@
 
 namespace trtspec {
 
-enum class Epilogue { kPlain, kResidual, kGated, kRope };
+// kNormedRope: RoPE of queries and keys with a norm over each head (tile_linear.cuh).
+enum class Epilogue { kPlain, kResidual, kGated, kRope, kNormedRope };
+
+__host__ __device__ constexpr bool is_rope(Epilogue e) {
+  return e == Epilogue::kRope || e == Epilogue::kNormedRope;
+}
 
 struct LinearParams {
   // x [rows, k]: columns 0 … k_split-1 from x0, the rest from x1. Strides in elements.
@@ -55,6 +60,9 @@ struct LinearParams {
   int64_t k_slot_stride, k_head_stride, v_slot_stride, v_head_stride;
   int q_heads, kv_heads, dim;
   int keeps_finite;
+  const void* q_norm;  // [dim] RMSNorm weights of heads, and of keys' heads
+  const void* k_norm;
+  float head_eps, head_offset;
 };
 
 __device__ inline void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
@@ -131,7 +139,7 @@ __device__ inline void tile_rows(const LinearParams& p, int tile, int row, int& 
   if constexpr (E == Epilogue::kGated) {
     lo = tile * 8 + row;
     hi = p.n / 2 + lo;
-  } else if constexpr (E == Epilogue::kRope) {
+  } else if constexpr (is_rope(E)) {
     const int per_head = p.dim / kTile;
     lo = tile / per_head * p.dim + tile % per_head * 8 + row;
     hi = lo + p.dim / 2;

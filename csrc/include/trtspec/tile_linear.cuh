@@ -7,6 +7,9 @@
 // L2. Where all columns have room at once (kRests) a block waits once, and reads all that it multiplies
 // before it begins.
 //
+// Where queries and keys have norms, a cluster of blocks has the outputs of one head, and its blocks send each
+// other the sums of their squares.
+//
 // Of deep weights with few rows or few outputs a cluster of blocks divides K: a block would be long with
 // so many columns, and most multiprocessors would have none.
 //
@@ -23,6 +26,7 @@ namespace trtspec {
 constexpr int kTileWarps = 8;
 constexpr int kStep = 16 * kTileWarps;  // columns
 constexpr int kPieces = kStep / 8;      // of 16 bytes
+constexpr int kMaxHeadBlocks = 8;       // of a head whose norm is applied
 
 // Sizes of a block with kBlocks times 16 rows and kOuts outputs, kStages steps on their way, of a
 // cluster of kSplit blocks. kTwo: the sums of two inputs are kept apart.
@@ -49,6 +53,7 @@ __device__ inline void add_pair(float2& sum, const float* from) {
 // As `Ending`, of two neighbours each. Pairs of T are packed.
 struct PairEnding {
   uint32_t bias_lo, bias_hi, residual_lo, residual_hi;
+  uint32_t norm_lo, norm_hi;
   float2 cosine, sine;
   int64_t slot;
 };
@@ -65,12 +70,16 @@ __device__ inline PairEnding pair_ending_of(const LinearParams& p, int m, int n_
     const T* const residual = static_cast<const T*>(p.residual) + m * p.residual_stride;
     end.residual_lo = pair(residual + n_lo), end.residual_hi = pair(residual + n_hi);
   }
-  if constexpr (E == Epilogue::kRope) {
+  if constexpr (is_rope(E)) {
     end.slot = p.slots[m];
     if (is_turned(p, n_lo)) {
       const float* const table = p.cos_sin + p.positions[m] * p.dim + n_lo % p.dim;
       end.cosine = *reinterpret_cast<const float2*>(table);
       end.sine = *reinterpret_cast<const float2*>(table + p.dim / 2);
+      if constexpr (E == Epilogue::kNormedRope) {
+        const T* const norm = static_cast<const T*>(n_lo < p.q_heads * p.dim ? p.q_norm : p.k_norm);
+        end.norm_lo = pair(norm + n_lo % p.dim), end.norm_hi = pair(norm + n_lo % p.dim + p.dim / 2);
+      }
     }
   }
   return end;
@@ -89,7 +98,7 @@ __device__ inline void finish_pair(const LinearParams& p, int m, int n_lo, int n
   T* const out = static_cast<T*>(p.out) + m * p.out_stride;
   if constexpr (E == Epilogue::kGated) {
     store(out + n_lo, {activate(lo.x, p.is_gelu) * hi.x, activate(lo.y, p.is_gelu) * hi.y});
-  } else if constexpr (E == Epilogue::kRope) {
+  } else if constexpr (is_rope(E)) {
     if (p.keeps_finite) {
       lo = {finite_or_zero(lo.x), finite_or_zero(lo.y)};
       hi = {finite_or_zero(hi.x), finite_or_zero(hi.y)};
@@ -115,6 +124,19 @@ __device__ inline void finish_pair(const LinearParams& p, int m, int n_lo, int n
   }
 }
 
+// Sums of a head as they are before its norm: with their bias, and as T holds them.
+template <typename T>
+__device__ inline float2 before_norm(const LinearParams& p, float2 sum, uint32_t bias) {
+  const float2 more = unpack(bias, T());
+  return {to_float(rounded<T>(sum.x + more.x, p.keeps_finite)), to_float(rounded<T>(sum.y + more.y, p.keeps_finite))};
+}
+
+template <typename T>
+__device__ inline float2 after_norm(float2 x, uint32_t weights, float offset, float scale) {
+  const float2 w = unpack(weights, T());
+  return {to_float(from_float<T>(x.x * scale * (w.x + offset))), to_float(from_float<T>(x.y * scale * (w.y + offset)))};
+}
+
 // Scales a fragment of two rows by a norm's weights at a lane's columns, and adds up the rows' squares.
 template <typename T>
 __device__ inline void scale_rows(uint32_t (&a)[4], const char* weights, float offset, float (&squares)[2]) {
@@ -132,7 +154,8 @@ __host__ __device__ constexpr bool has_registers(int blocks, int outs, int stage
 // Blocks that a multiprocessor must have registers for, by a block's outputs (rows times outputs of a row) in
 // sixteens, and by whether threads keep fragments of all steps or a second input's sums.
 __host__ __device__ constexpr int least_at_once(int outputs_by_16, bool keeps_more) {
-  return outputs_by_16 > 128 ? 1 : outputs_by_16 > 64 || keeps_more ? 2 : 3;
+  if (outputs_by_16 > 128 || (keeps_more && outputs_by_16 > 64)) return 1;
+  return outputs_by_16 > 64 || keeps_more ? 2 : 3;
 }
 
 // The row of x0 that row m of the product reads.
@@ -146,10 +169,11 @@ __device__ inline int64_t row_of_table(const LinearParams& p, int m) {
 template <typename T, Epilogue E, int kNorms, int kBlocks, int kOuts, int kStages, int kSplit, bool kRests>
 __global__ void __launch_bounds__(kTileWarps * 32, least_at_once(kBlocks * kOuts, kNorms == 2 || kRests))
     tile_linear(const __grid_constant__ LinearParams p) {
-  constexpr bool kNorm = kNorms > 0, kTwo = kNorms == 2;
+  constexpr bool kNorm = kNorms > 0, kTwo = kNorms == 2, kNormsHeads = E == Epilogue::kNormedRope;
   // Rings of six steps and more have enough on their way: further requests took longer.
   constexpr bool kAsks = kTwo || kStages <= 5;
   static_assert(!kTwo || kSplit == 1, "two inputs' sums are joined in one block");
+  static_assert(!kNormsHeads || kSplit == 1, "a cluster has a head");
   static_assert(!kRests || has_registers(kBlocks, kOuts, kStages), "fragments of all steps are registers");
   using Sizes = Tiling<kBlocks, kOuts, kStages, kSplit, kTwo>;
   constexpr int kRows = Sizes::kRows;
@@ -157,6 +181,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, least_at_once(kBlocks * kOuts
   extern __shared__ __align__(128) char shared[];
   char* const norm = shared + Sizes::kShared;  // weights of the norm
   __shared__ float squares_of[kTwo ? 2 : 1][kTileWarps][kRows];
+  __shared__ float of_head[kNormsHeads ? kMaxHeadBlocks : 1][kRows];  // squares of its blocks' outputs
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = blockIdx.x % kSplit, first_tile = blockIdx.x / kSplit * (kOuts / kTile);
   const int first_row = blockIdx.y * kRows, rows_here = p.rows - first_row;
@@ -240,6 +265,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, least_at_once(kBlocks * kOuts
   }
   wait_for_previous();
   let_next_start();
+  if constexpr (kNormsHeads) cluster_arrive();
   if constexpr (kTwo) find_x();  // the kernel before may have written which rows they are
 #pragma unroll
   for (int step = 0; step < kStages; ++step) {
@@ -425,11 +451,8 @@ __global__ void __launch_bounds__(kTileWarps * 32, least_at_once(kBlocks * kOuts
     cluster_arrive();
     cluster_wait();
   }
-#pragma unroll
-  for (int j = 0; j < kItems; ++j) {
-    int row, column, n_lo, n_hi;
-    if (!item(j, row, column, n_lo, n_hi)) continue;
-    float2 lo = {}, hi = {};
+  auto sum_of = [&](int row, int column, float2& lo, float2& hi) {
+    lo = {}, hi = {};
     if constexpr (kSplit > 1) {
 #pragma unroll
       for (int r = 0; r < kSplit; ++r) {
@@ -458,6 +481,49 @@ __global__ void __launch_bounds__(kTileWarps * 32, least_at_once(kBlocks * kOuts
       join_warps(1, row, column, more_lo, more_hi);
       normalise(1, more_lo, more_hi);
       lo.x += more_lo.x, lo.y += more_lo.y, hi.x += more_hi.x, hi.y += more_hi.y;
+    }
+  };
+  float2 los[kNormsHeads ? kItems : 1], his[kNormsHeads ? kItems : 1];
+  const int head_blocks = kNormsHeads ? p.dim / kOuts : 1;
+  if constexpr (kNormsHeads) {
+    cluster_wait();  // all blocks have begun
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) {
+      int row, column, n_lo, n_hi;
+      const bool is_there = item(j, row, column, n_lo, n_hi);
+      float2 &lo = los[j], &hi = his[j];
+      lo = {}, hi = {};
+      if (is_there) {
+        sum_of(row, column, lo, hi);
+        lo = before_norm<T>(p, lo, endings[j].bias_lo), hi = before_norm<T>(p, hi, endings[j].bias_hi);
+        endings[j].bias_lo = endings[j].bias_hi = 0;
+      }
+      float squares = lo.x * lo.x + lo.y * lo.y + hi.x * hi.x + hi.y * hi.y;
+#pragma unroll
+      for (int mask = 1; mask < kPairs; mask *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, mask);
+      if (!is_there || column != 0) continue;
+      float* const own = &of_head[blockIdx.x % head_blocks][row];
+      for (int r = 0; r < head_blocks; ++r) *cooperative_groups::this_cluster().map_shared_rank(own, r) = squares;
+    }
+    cluster_arrive();
+    cluster_wait();
+  }
+#pragma unroll
+  for (int j = 0; j < kItems; ++j) {
+    int row, column, n_lo, n_hi;
+    if (!item(j, row, column, n_lo, n_hi)) continue;
+    float2 lo, hi;
+    if constexpr (kNormsHeads) {
+      lo = los[j], hi = his[j];
+      if (is_turned(p, n_lo)) {
+        float total = 0.0f;
+        for (int r = 0; r < head_blocks; ++r) total += of_head[r][row];
+        const float scale = rsqrtf(total / static_cast<float>(p.dim) + p.head_eps);
+        lo = after_norm<T>(lo, endings[j].norm_lo, p.head_offset, scale);
+        hi = after_norm<T>(hi, endings[j].norm_hi, p.head_offset, scale);
+      }
+    } else {
+      sum_of(row, column, lo, hi);
     }
     finish_pair<T, E>(p, first_row + row, n_lo, n_hi, lo, hi, endings[j]);
   }

@@ -33,13 +33,12 @@ from torch import Tensor, nn
 from ...attention.base import AttentionBackend
 from ...attention.dense import DensePass, Keys
 from ...distributed.logits import ShardedLogits
-from ...layers.fused import linear
+from ...layers.fused import Inputs, linear
 from ...layers.linear import Linear
 from ...layers.norm import RMSNorm
 from ...metadata.attention import AttentionMetadata
 from ...metadata.embeds import RowEmbeds
-from ...ops.layer.rope import apply_rope
-from ...ops.step.rows import largest_of_rows
+from ...ops.layer.rope import apply_rope, write_layers
 from ..decoder import Attention, DecoderLayer
 from .base import DraftHead, HeadConfig, HeadTarget
 from .confidence import ConfidenceHead
@@ -193,16 +192,18 @@ class DFlashHead(DraftHead):
             next_tokens: [T] int, after each row, for heads that read them; anything after rejected
                 rows. inputs_embeds: of those that have no embedding of their own.
         """
-        inputs: tuple[Tensor, ...] = (self.project_target_hidden(hidden_states),)
+        inputs: Inputs = (self.project_target_hidden(hidden_states),)
         before: tuple[RMSNorm, ...] = (self.hidden_norm,)
         if self.context_embedding_norm is not None:
             assert next_tokens is not None, "the head reads the token after each row"
-            inputs = self.embed(next_tokens, inputs_embeds), *inputs
+            inputs = self.embed_later(next_tokens, inputs_embeds), *inputs
             before = self.context_embedding_norm, *before
         rows = linear(inputs, self.context_kv, before)
         ropes = self.rope_tables.at(position_ids, meta)
-        for i, kv in enumerate(rows.chunk(self.num_layers, dim=-1)):
-            self._attention(i).write_heads(kv, ropes[i], meta)
+        parts = enumerate(rows.chunk(self.num_layers, dim=-1))
+        write_layers(
+            tuple(self._attention(i).keys_and_values(kv, ropes[i], meta) for i, kv in parts)
+        )
 
     def context_of(
         self, hidden_states: Tensor, position_ids: Tensor, next_tokens: Tensor
@@ -248,10 +249,7 @@ class DFlashHead(DraftHead):
         """
         both_ways = attn_metadata
         if isinstance(attn_metadata, AttentionMetadata):
-            rows = attn_metadata.position_ids.view(attn_metadata.num_seqs, -1)
-            both_ways = attn_metadata.seen_both_ways(
-                largest_of_rows(rows), self.config.windows_by_row
-            )
+            both_ways = attn_metadata.seen_both_ways(self.config.windows_by_row)
         hidden = self.embed(input_ids, inputs_embeds)
         ropes = self.rope_tables.at(position_ids, attn_metadata)
         for layer, rope, sees_ahead in zip(self.layers, ropes, self.config.sees_ahead, strict=True):

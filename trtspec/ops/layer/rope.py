@@ -125,6 +125,24 @@ def rope_and_write(
     return qk[:, :q_heads]
 
 
+class KeysAndValues(NamedTuple):
+    """Of one layer: what `write_layers` writes, and where."""
+
+    heads: Tensor  # [T, 2 Hkv, D]
+    rope: Rope
+    to: CacheWrite
+    qk_norms: tuple[Norm, Norm] | None = None
+    norms_values: bool = False
+
+
+@twin("layer.triton_rope")
+def write_layers(layers: tuple[KeysAndValues, ...]) -> None:
+    """Rotates and writes the keys and values of several layers, as `rope_and_write` without
+    queries."""
+    for heads, rope, *where in layers:
+        rope_and_write(heads, rope, 0, *where)
+
+
 @twin("layer.triton_rope")
 def rope_queries(q: Tensor, rope: Rope, norm: Norm) -> Tensor:
     """Normalizes and rotates queries head by head, [T, Hq, D], where nothing is written."""

@@ -16,7 +16,7 @@ from .triton_kv_codes import codes_of_heads
 
 if TYPE_CHECKING:
     from .norm import Norm
-    from .rope import CacheWrite, Rope
+    from .rope import CacheWrite, KeysAndValues, Rope
 
 FEW_HEADS = 512  # heads of all rows that get a program each: few want every multiprocessor
 MANY = 16  # heads of a row that a program works on elsewhere
@@ -54,8 +54,8 @@ class CacheSlots(NamedTuple):
     v: Tensor
     v_row: int
     v_head: int
-    k_scales: Tensor | None = None  # [Hkv], where k and v are codes in FP8; None is floats
-    v_scales: Tensor | None = None
+    k_scales: Tensor  # [Hkv], where k and v are codes in FP8; any tensor where they are floats
+    v_scales: Tensor
 
     @classmethod
     def of(cls, to: CacheWrite) -> CacheSlots:
@@ -68,21 +68,30 @@ class CacheSlots(NamedTuple):
             v=as_bytes(to.v_slots),
             v_row=to.v_slots.stride(0),
             v_head=to.v_slots.stride(1),
-            k_scales=to.k_scales,
-            v_scales=to.v_scales,
+            k_scales=to.slots if to.k_scales is None else to.k_scales,
+            v_scales=to.slots if to.v_scales is None else to.v_scales,
         )
 
 
 class HeadNorms(NamedTuple):
-    q: Tensor | None  # [D], the weight; None is no norms
-    k: Tensor | None
+    q: Tensor  # [D], the weight; any tensor where there are no norms
+    k: Tensor
     eps: float
+
+    @classmethod
+    def of(cls, qk_norms: tuple[Norm, Norm] | None, x: Tensor) -> HeadNorms:
+        if qk_norms is None:
+            return cls(x, x, 0.0)
+        q_norm, k_norm = qk_norms
+        return cls(q_norm.weight, k_norm.weight, q_norm.eps)
 
 
 class HeadSizes(NamedTuple):
     q_heads: int
     kv_heads: int
     dim: int
+    HAS_NORMS: bool
+    HAS_SCALES: bool  # the cache holds codes in FP8
     OFFSET: float  # of the norms' weights
     NORMS_VALUES: bool
     KEEPS_FINITE: bool
@@ -99,24 +108,67 @@ def rope_and_write(
     norms_values: bool = False,
 ) -> Tensor:
     """As its twin."""
-    rows, heads, dim = qkv.shape
-    norms, offset = HeadNorms(None, None, 0.0), 0.0
-    if qk_norms is not None:
-        q_norm, k_norm = qk_norms
-        norms, offset = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps), q_norm.offset
-    sizes = HeadSizes(
+    rows, _, dim = qkv.shape
+    sizes = _sizes_of(qkv, q_heads, to, qk_norms, norms_values)
+    q = torch.empty((rows, q_heads, dim), dtype=qkv.dtype, device=qkv.device)
+    _launch(qkv, rope, CacheSlots.of(to), HeadNorms.of(qk_norms, qkv), q, sizes)
+    return q
+
+
+def _sizes_of(
+    heads: Tensor,
+    q_heads: int,
+    to: CacheWrite,
+    qk_norms: tuple[Norm, Norm] | None,
+    norms_values: bool,
+) -> HeadSizes:
+    rows, count, dim = heads.shape
+    return HeadSizes(
         q_heads=q_heads,
         kv_heads=to.k_slots.shape[1],
         dim=dim,
-        OFFSET=offset,
+        HAS_NORMS=qk_norms is not None,
+        HAS_SCALES=to.k_scales is not None,
+        OFFSET=0.0 if qk_norms is None else qk_norms[0].offset,
         NORMS_VALUES=norms_values,
         KEEPS_FINITE=to.keeps_finite,
-        HEADS=_heads_per_program(rows * heads),
+        HEADS=_heads_per_program(rows * count),
         BLOCK=triton.next_power_of_2(dim),
     )
-    q = torch.empty((rows, q_heads, dim), dtype=qkv.dtype, device=qkv.device)
-    _launch(qkv, rope, CacheSlots.of(to), norms, q, sizes)
-    return q
+
+
+class LayerHeads(NamedTuple):
+    """What one layer of `write_layers` has."""
+
+    heads: Heads
+    rotation: Rotation
+    cache: CacheSlots
+    norms: HeadNorms
+
+
+def write_layers(layers: tuple[KeysAndValues, ...]) -> None:
+    """As its twin, in one launch where all layers are alike."""
+    sizes = [_sizes_of(x.heads, 0, x.to, x.qk_norms, x.norms_values) for x in layers]
+    if len({*sizes}) > 1:
+        for heads, rope, *where in layers:
+            rope_and_write(heads, rope, 0, *where)
+        return
+    x = layers[0].heads
+    _write_layers_kernel[(x.shape[0], triton.cdiv(x.shape[1], sizes[0].HEADS), len(layers))](
+        tuple(
+            LayerHeads(
+                Heads.of(x.heads),
+                Rotation.of(x.rope),
+                CacheSlots.of(x.to),
+                HeadNorms.of(x.qk_norms, x.heads),
+            )
+            for x in layers
+        ),
+        x,
+        sizes=sizes[0],
+        num_warps=1 if sizes[0].HEADS == 1 else 4,
+        **dependent_launch(x),
+    )
 
 
 def rope_queries(q: Tensor, rope: Rope, norm: Norm) -> Tensor:
@@ -126,6 +178,8 @@ def rope_queries(q: Tensor, rope: Rope, norm: Norm) -> Tensor:
         q_heads=heads,
         kv_heads=0,
         dim=dim,
+        HAS_NORMS=True,
+        HAS_SCALES=False,
         OFFSET=norm.offset,
         NORMS_VALUES=False,
         KEEPS_FINITE=False,
@@ -142,6 +196,8 @@ def rope_queries(q: Tensor, rope: Rope, norm: Norm) -> Tensor:
         v=out,
         v_row=0,
         v_head=0,
+        k_scales=out,
+        v_scales=out,
     )
     _launch(q, rope, nowhere, HeadNorms(norm.weight, norm.weight, norm.eps), out, sizes)
     return out
@@ -170,7 +226,20 @@ def _launch(
 def _rope_and_write_kernel(
     heads, rotation, cache, norms, out, sizes: tl.constexpr, PDL: tl.constexpr
 ):
-    """HEADS heads of one row."""
+    _rope_and_write(heads, rotation, cache, norms, out, sizes, PDL)
+
+
+@triton.jit
+def _write_layers_kernel(layers, x, sizes: tl.constexpr, PDL: tl.constexpr):
+    for i in tl.static_range(len(layers)):
+        if tl.program_id(2) == i:
+            layer = layers[i]
+            _rope_and_write(layer.heads, layer.rotation, layer.cache, layer.norms, x, sizes, PDL)
+
+
+@triton.jit
+def _rope_and_write(heads, rotation, cache, norms, out, sizes: tl.constexpr, PDL: tl.constexpr):
+    """HEADS heads of one row. `out` is read for its type alone where there are no queries."""
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * sizes.HEADS + tl.arange(0, sizes.HEADS))[:, None]
     kind = out.dtype.element_ty
@@ -200,17 +269,17 @@ def _rope_and_write_kernel(
         other = tl.where(tl.abs(other.to(tl.float32)) < float("inf"), other, 0.0)
     pointer = cache.v + slot * cache.v_row + (head - qk_heads) * cache.v_head
     value = x.to(tl.float32)
-    if norms.q is not None:
+    if sizes.HAS_NORMS:
         scale = tl.rsqrt(tl.sum(value * value, 1) / sizes.dim + norms.eps)[:, None]
     stored = (value * scale).to(kind) if sizes.NORMS_VALUES else x
-    if cache.v_scales is None:
+    if not sizes.HAS_SCALES:
         stored = stored.to(cache.v.dtype.element_ty)
     else:
         stored = codes_of_heads(
             stored, cache.v_scales, head - qk_heads, is_value & (head < all_heads), in_dim
         )
     tl.store(pointer + d, stored, mask=inside & is_value)
-    if norms.q is not None:
+    if sizes.HAS_NORMS:
         q_weight = tl.load(norms.q + d, mask=in_dim, other=0.0)
         k_weight = tl.load(norms.k + d, mask=in_dim, other=0.0)
         weight = tl.where(is_q, q_weight, k_weight).to(tl.float32) + sizes.OFFSET
@@ -226,6 +295,6 @@ def _rope_and_write_kernel(
     tl.store(out + (row * sizes.q_heads + head) * sizes.dim + d, rotated, mask=inside & is_q)
     pointer = cache.k + slot * cache.k_row + (head - sizes.q_heads) * cache.k_head
     is_key = ~is_q & ~is_value
-    if cache.k_scales is not None:
+    if sizes.HAS_SCALES:
         rotated = codes_of_heads(rotated, cache.k_scales, head - sizes.q_heads, is_key, in_dim)
     tl.store(pointer + d, rotated, mask=inside & is_key)

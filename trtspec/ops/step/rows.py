@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...metadata.accepted_path import AcceptedPath
+from ...metadata.accepted_path import AcceptedPath, certain_rows
 from ...metadata.attention import NULL_BLOCK, AttentionMetadata
 from ...metadata.sampling import SlotSampling
 from ..launch.dispatch import twin
@@ -279,52 +279,46 @@ def masked_rows(
     )
 
 
-class BlockRows(NamedTuple):
-    """Rows of a block drafter's pass: R per request, B * R in all."""
+class BlockShape(NamedTuple):
+    """Of a block drafter's pass: a request's last accepted token, then mask tokens."""
+
+    num_rows: int  # R, P or one more
+    num_proposals: int  # P >= 1, made by the last rows
+    mask_token: int
+
+
+class BlockStart(NamedTuple):
+    """What a block drafter's pass reads: R rows per request, B * R in all."""
 
     tokens: Tensor  # [B, R] int32
-    positions: Tensor  # [B, R] int64, consecutive, not guarded
     proposing: Tensor  # [P * B] int64, rows of this pass, by proposal and then by request
     last_positions: Tensor  # [B] int64, of the last accepted tokens
+    meta: AttentionMetadata  # of the pass, whose rows follow from these positions on
 
 
 @twin(_DRAFT_KERNELS)
-def block_rows(
-    accepted: Tensor,
-    lens: Tensor,
-    position_ids: Tensor,
-    certain: Tensor,
-    num_rows: int,
-    num_proposals: int,
-    mask_token: int,
-) -> BlockRows:
-    """Builds a block drafter's rows: each request's last accepted token, then mask tokens.
-
-    The last P rows propose.
+def start_block(
+    meta: AttentionMetadata, accepted: Tensor, lens: Tensor, block: BlockShape, extra_kv: int
+) -> BlockStart:
+    """Prepares a block drafter's pass.
 
     Args:
+        meta: of the target's pass.
         accepted: [B, K+1] int32; lens: [B] int32, n >= 1.
-        position_ids: [T] int64, as the target read them.
-        certain: [B] int64, rows as in `accepted_path.py`.
-        num_rows: R, P or one more. num_proposals: P >= 1.
+        extra_kv: how far the rows may lie beyond `meta.max_kv_len` at most.
     """
-    last, device = position_ids[certain] + lens, lens.device
-    tokens = torch.full((len(last), num_rows), mask_token, dtype=torch.int32, device=device)
+    rows, proposals, mask_token = block
+    last, device = meta.position_ids[certain_rows(meta)] + lens, lens.device
+    tokens = torch.full((len(last), rows), mask_token, dtype=torch.int32, device=device)
     tokens[:, 0] = last_accepted(accepted, lens)
-    row = torch.arange(num_rows, device=device)
-    first = num_rows * torch.arange(len(last), device=device)
-    return BlockRows(
+    row = torch.arange(rows, device=device)
+    first = rows * torch.arange(len(last), device=device)
+    return BlockStart(
         tokens=tokens,
-        positions=last[:, None] + row,
-        proposing=(first + row[num_rows - num_proposals :, None]).flatten(),
+        proposing=(first + row[rows - proposals :, None]).flatten(),
         last_positions=last,
+        meta=draft_step_metadata(meta, last[:, None] + row, extra_kv),
     )
-
-
-@twin(_KERNELS)
-def largest_of_rows(positions: Tensor) -> Tensor:
-    """Returns for each row its request's largest position: [B, R] int64, contiguous -> [B * R]."""
-    return positions.amax(1, keepdim=True).expand_as(positions).flatten()
 
 
 @twin(_KERNELS)

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...metadata.accepted_path import certain_rows
 from ...metadata.attention import AttentionMetadata
 from ..launch.triton import after_previous, dependent_launch
-from .rows import BlockRows, ChainStart, MaskedRows
+from .rows import BlockShape, BlockStart, ChainStart, MaskedRows
 from .triton_rows import (
     ALIGNED,
     BLOCK,
@@ -267,61 +268,91 @@ def _masked_rows_kernel(
     tl.store(out.last_positions + seq, start + length)
 
 
-class _Block(NamedTuple):
-    """Inputs of `block_rows`."""
+class _BlockRoom(NamedTuple):
+    """What `start_block` writes beside the slots."""
 
-    positions: Tensor  # [T] int64
-    certain: Tensor  # [B] int64
-    rows: int
-    num_proposals: int
-    mask_token: int
+    tokens: Tensor  # [B, R] int32
+    proposing: Tensor  # [P * B] int64
+    last_positions: Tensor  # [B] int64
+    positions: Tensor  # [B * R] int64, guarded
+    largest: Tensor  # [B * R] int64, of a request's
+    lens: Tensor  # [B] int32, KV lengths
 
 
-def block_rows(
-    accepted: Tensor,
-    lens: Tensor,
-    position_ids: Tensor,
-    certain: Tensor,
-    num_rows: int,
-    num_proposals: int,
-    mask_token: int,
-) -> BlockRows:
-    """Builds rows of the last accepted token and of masks after it."""
-    num_seqs = accepted.shape[0]
-    out = BlockRows(
-        tokens=ints(accepted, num_seqs, num_rows, dtype=torch.int32),
-        positions=ints(accepted, num_seqs, num_rows),
-        proposing=ints(accepted, num_proposals * num_seqs),
+def start_block(
+    meta: AttentionMetadata, accepted: Tensor, lens: Tensor, block: BlockShape, extra_kv: int
+) -> BlockStart:
+    """Builds rows of the last accepted token and of masks after it, and their metadata."""
+    num_seqs, rows = accepted.shape[0], block.num_rows
+    page_sizes = tuple(group.page_size for group in meta.kv_groups)
+    groups = KvGroups.of(meta.block_tables, page_sizes, num_seqs * rows)
+    out = _BlockRoom(
+        tokens=ints(accepted, num_seqs, rows, dtype=torch.int32),
+        proposing=ints(accepted, block.num_proposals * num_seqs),
         last_positions=ints(accepted, num_seqs),
+        positions=ints(accepted, num_seqs * rows),
+        largest=ints(accepted, num_seqs * rows),
+        lens=ints(accepted, num_seqs, dtype=torch.int32),
     )
-    _block_rows_kernel[(num_seqs,)](
+    _start_block_kernel[(num_seqs,)](
         AcceptedTokens.of(accepted, lens),
-        _Block(position_ids, certain, num_rows, num_proposals, mask_token),
+        meta.position_ids,
+        certain_rows(meta) if meta.num_contexts else None,
+        meta.rows_per_generation,
+        groups,
+        block,
         out,
         num_seqs,
-        BLOCK=triton.next_power_of_2(num_rows),
+        meta.max_seq_len,
+        BLOCK=triton.next_power_of_2(rows),
         num_warps=1,
         **dependent_launch(accepted),
     )
-    return out
+    positions = out.positions.view(num_seqs, rows)
+    own = meta.for_rows(positions, groups.slots, extra_kv, out.lens)
+    own.know_largest_positions(out.largest)
+    return BlockStart(out.tokens, out.proposing, out.last_positions, own)
 
 
 @triton.jit
-def _block_rows_kernel(accepted, block, out, num_seqs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _start_block_kernel(
+    accepted,
+    position_ptr,
+    certain_ptr,
+    generation_rows,
+    groups,
+    block,
+    out,
+    num_seqs,
+    max_seq_len,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     after_previous(PDL)
     seq = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BLOCK)
-    mask = row < block.rows
+    mask = row < block.num_rows
+    certain = seq * generation_rows
+    if certain_ptr is not None:
+        certain = tl.load(certain_ptr + seq)
     length = tl.load(accepted.lens + seq).to(tl.int64)
-    last = tl.load(block.positions + tl.load(block.certain + seq)).to(tl.int64) + length
+    last = tl.load(position_ptr + certain).to(tl.int64) + length
     bonus = tl.load(accepted.tokens + seq * accepted.stride + length - 1).to(tl.int32)
-    index = seq * block.rows + row
+    index = seq * block.num_rows + row
     tl.store(out.tokens + index, tl.where(row == 0, bonus, block.mask_token), mask=mask)
-    tl.store(out.positions + index, last + row, mask=mask)
     tl.store(out.last_positions + seq, last)
-    proposal = row - (block.rows - block.num_proposals)
+    proposal = row - (block.num_rows - block.num_proposals)
     entry = out.proposing + proposal * num_seqs + seq
     tl.store(entry, index, mask=mask & (proposal >= 0))
+    inside = mask & (last + row < max_seq_len)
+    position = tl.where(inside, last + row, 0)
+    tl.store(out.positions + index, position, mask=mask)
+    largest = tl.full([BLOCK], 0, tl.int64) + tl.max(position, 0)
+    tl.store(out.largest + index, largest, mask=mask)
+    final = last + block.num_rows - 1
+    final = tl.where(final < max_seq_len, final, 0)
+    tl.store(out.lens + seq, (final + 1).to(tl.int32))
+    store_slots(groups, seq, index, position, inside, mask)
 
 
 def gather_distinct(rows: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -337,30 +337,6 @@ def _gather_contexts_kernel(
         tl.store(out.sampling[j] + i, value, mask=is_context)
 
 
-def largest_of_rows(positions: Tensor) -> Tensor:
-    """Finds each request's largest position."""
-    num_seqs, rows = positions.shape
-    out = ints(positions, num_seqs * rows)
-    _largest_kernel[(num_seqs,)](
-        positions,
-        out,
-        rows,
-        BLOCK=triton.next_power_of_2(rows),
-        num_warps=1,
-        **dependent_launch(positions),
-    )
-    return out
-
-
-@triton.jit
-def _largest_kernel(position_ptr, out_ptr, rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    after_previous(PDL)
-    index = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, BLOCK)
-    mask = tl.arange(0, BLOCK) < rows
-    largest = tl.max(tl.load(position_ptr + index, mask=mask, other=0), 0)
-    tl.store(out_ptr + index, tl.full([BLOCK], 0, tl.int64) + largest, mask=mask)
-
-
 def draft_step(
     meta: AttentionMetadata, tokens: Tensor, positions: Tensor, extra_kv: int, advance: int = 0
 ) -> tuple[Tensor, AttentionMetadata]:
