@@ -56,4 +56,4 @@ def test_rows_of_few_groups_are_parted_more() -> None:
     for requests, parts in {1: (1, 2, 2, 2), 2: (1, 2, 3, 4), 4: (1, 4, 5, 4)}.items():
         assert tuple(rows_of_part(layer, 3 * requests, rows) for rows in counts) == parts
     wide = Layer(kv_heads=8, per_kv=4, dim=128, page_size=32)
-    assert rows_of_part(wide, 8, 8) == 8
+    assert [rows_of_part(wide, groups, 8) for groups in (8, 32, 64)] == [8, 4, 8]

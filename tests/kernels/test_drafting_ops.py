@@ -74,7 +74,7 @@ def _move(value: Any) -> Any:
         return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     if isinstance(value, AttentionMetadata):
         given = {f.name: _move(getattr(value, f.name)) for f in fields(value) if f.init}
-        return AttentionMetadata(**given)
+        return AttentionMetadata(**{**given, "derived": {}})
     return value
 
 

@@ -19,8 +19,8 @@ from .split_kv import Layer, Queries, Tables
 TILE_KEYS = 16
 FEW_PAIRS, MAX_PAIRS = 16, {64: 32, 128: 32, 256: 16}
 """Of a row and a query head, for each KV head; the most of a cluster by the heads' size."""
-MAX_PAIRS_OF_FEW = 64
-"""Of a request, where several clusters share its rows (`FEW_GROUPS`)."""
+MAX_PARTED_PAIRS = 64
+"""Of a request, where several clusters share its rows."""
 
 
 class Cluster(NamedTuple):
@@ -38,8 +38,10 @@ class Cluster(NamedTuple):
 
 
 FEW_GROUPS, MOST_PARTS, LEAST_PART = 8, 12, 2
-"""Requests times KV heads whose rows are parted to fill a GPU: groups and parts at most, rows at
-least."""
+"""Requests times KV heads, of heads of 64, whose rows are parted to fill a GPU: groups and parts at
+most, rows at least."""
+PARTED_GROUPS = 17, 32
+"""Those of heads of 128 whose rows are parted, at least and at most."""
 WIDE_GROUPS = {8: 16, 4: 33, 2: 66}
 """Thread blocks of a group, and the most groups."""
 MANY_GROUPS = 64  # these have two blocks each at most: with more, Triton's kernels are faster
@@ -95,24 +97,30 @@ def best_cluster(layer: Layer, groups: int, rows: int) -> Cluster:
 def most_pairs(layer: Layer, groups: int) -> int:
     """Returns how many pairs of a row and a query head a request may have for each KV head."""
     most = MAX_PAIRS.get(layer.dim, 0)
-    is_parted = layer.dim == 64 and groups <= FEW_GROUPS and layer.per_kv <= most
-    return MAX_PAIRS_OF_FEW if is_parted else most
+    is_parted = groups <= FEW_GROUPS if layer.dim == 64 else _parts_rows(layer, groups)
+    return MAX_PARTED_PAIRS if is_parted and layer.per_kv <= most else most
+
+
+def _parts_rows(layer: Layer, groups: int) -> bool:
+    """Whether clusters of `FEW_PAIRS` each are faster than one of more."""
+    least, most = PARTED_GROUPS
+    return layer.dim == 64 or (layer.dim == 128 and least <= groups <= most)
 
 
 def rows_of_part(layer: Layer, groups: int, rows: int) -> int:
     """Returns how many of a request's rows a cluster takes: other clusters take the others.
 
     Each reads all keys. What a cluster does beside that takes longer with more rows. A part's sums
-    are those that it has among all rows. Heads of 128 gained nothing (docs/log.md).
+    are those that it has among all rows. What was measured is in docs/log.md.
 
     Args:
         groups, rows: as of `best_cluster`.
     """
     most = MAX_PAIRS[layer.dim] // layer.per_kv
-    if layer.dim != 64:
+    if not _parts_rows(layer, groups):
         return min(rows, most)
     parts = -(-rows * layer.per_kv // FEW_PAIRS)
-    if groups <= FEW_GROUPS:
+    if layer.dim == 64 and groups <= FEW_GROUPS:
         parts = max(parts, MOST_PARTS // max(groups, 1))
     return max(1, min(rows, most, max(-(-rows // parts), LEAST_PART)))
 
