@@ -24,7 +24,7 @@ constexpr int kMaxTileColumns = 16 << 10;  // a norm's weights rest in shared me
 // Sizes of tiles go by these (decision 029): rows, columns of a deep weight, outputs of a wide and of a
 // narrow one.
 constexpr int kFewRows = 16, kMaxFewRows = 48, kMaxSomeRows = 64, kMaxMoreRows = 96, kMaxManyRows = 192;
-constexpr int kMaxRowsOfOneBlock = 128;  // of a residual and few columns, in blocks of 16 rows
+constexpr int kMaxRowsBySixteen = 128;  // of a residual and few columns, in tiles of 16 rows
 constexpr int kMaxLargeColumns = 6144;  // more were not measured with 17 to 32 rows
 constexpr int kDeep = 1536, kDeeper = 2048, kWide = 2048, kFewOutputs = 256;
 constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear
@@ -206,7 +206,7 @@ cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
   }
   const int most = p.k <= 5 * kStep ? kMaxMoreRows : kMaxSomeRows;  // whether all columns have room at once
   if constexpr (E == Epilogue::kResidual) {  // as an o_proj; with fewer and with more rows it takes longer
-    const bool is_some = kMaxMoreRows < p.rows && p.rows <= kMaxRowsOfOneBlock;
+    const bool is_some = kMaxMoreRows < p.rows && p.rows <= kMaxRowsBySixteen;
     if (is_some && p.k <= 5 * kStep && p.n < kWide) return launch_tile<T, E, kNorm, 1, 32, 5>(p, stream);
   }
   if (p.rows <= most || p.n < kWide) return launch_tile<T, E, kNorm, 2, 32, 5>(p, stream);

@@ -74,15 +74,15 @@ class DFlashWorker(OnePassWorker):
             read_undrafted(self, inputs)
             return nothing_drafted(inputs)
         if head.reads_next_tokens:
-            following = (hidden_states, meta.position_ids, meta, self.next_ids(inputs, meta))
-            head.read_context(*following, **merged_embeds(inputs))
+            ids, embeds = self.next_ids(inputs, meta), merged_embeds(inputs)
+            head.read_context(hidden_states, meta.position_ids, meta, ids, **embeds)
         else:
             head.read_context(hidden_states, meta.position_ids, meta)
         if not self.num_proposals(inputs):
             return self.no_drafts(inputs)
         rows = self.start_block(inputs, meta, head.samples_from_anchor)
-        ids, own = rows.tokens.flatten(), rows.meta
-        out, _ = both_outputs(head(ids, own.position_ids, hidden_states, own, step=0))
+        tokens, own = rows.tokens.flatten(), rows.meta
+        out, _ = both_outputs(head(tokens, own.position_ids, hidden_states, own, step=0))
         proposing = out
         if len(rows.tokens) > 1 or len(rows.proposing) < len(out):
             (proposing,) = gather_rows(rows.proposing, out)  # by proposal, then by request

@@ -139,8 +139,8 @@ class KeysAndValues(NamedTuple):
 def write_layers(layers: tuple[KeysAndValues, ...]) -> None:
     """Rotates and writes the keys and values of several layers, as `rope_and_write` without
     queries."""
-    for heads, rope, *where in layers:
-        rope_and_write(heads, rope, 0, *where)
+    for x in layers:
+        rope_and_write(x.heads, x.rope, 0, x.to, x.qk_norms, x.norms_values)
 
 
 @twin("layer.triton_rope")

@@ -150,11 +150,12 @@ def write_layers(layers: tuple[KeysAndValues, ...]) -> None:
     """As its twin, in one launch where all layers are alike."""
     sizes = [_sizes_of(x.heads, 0, x.to, x.qk_norms, x.norms_values) for x in layers]
     if len({*sizes}) > 1:
-        for heads, rope, *where in layers:
-            rope_and_write(heads, rope, 0, *where)
+        for x in layers:
+            rope_and_write(x.heads, x.rope, 0, x.to, x.qk_norms, x.norms_values)
         return
-    x = layers[0].heads
-    _write_layers_kernel[(x.shape[0], triton.cdiv(x.shape[1], sizes[0].HEADS), len(layers))](
+    heads = layers[0].heads
+    programs = triton.cdiv(heads.shape[1], sizes[0].HEADS)
+    _write_layers_kernel[(heads.shape[0], programs, len(layers))](
         tuple(
             LayerHeads(
                 Heads.of(x.heads),
@@ -164,10 +165,10 @@ def write_layers(layers: tuple[KeysAndValues, ...]) -> None:
             )
             for x in layers
         ),
-        x,
+        heads,
         sizes=sizes[0],
         num_warps=1 if sizes[0].HEADS == 1 else 4,
-        **dependent_launch(x),
+        **dependent_launch(heads),
     )
 
 
@@ -230,11 +231,13 @@ def _rope_and_write_kernel(
 
 
 @triton.jit
-def _write_layers_kernel(layers, x, sizes: tl.constexpr, PDL: tl.constexpr):
+def _write_layers_kernel(layers, heads, sizes: tl.constexpr, PDL: tl.constexpr):
     for i in tl.static_range(len(layers)):
         if tl.program_id(2) == i:
             layer = layers[i]
-            _rope_and_write(layer.heads, layer.rotation, layer.cache, layer.norms, x, sizes, PDL)
+            _rope_and_write(
+                layer.heads, layer.rotation, layer.cache, layer.norms, heads, sizes, PDL
+            )
 
 
 @triton.jit

@@ -16,14 +16,13 @@ from ...metadata.attention import AttentionMetadata
 from ..launch.triton import after_previous, dependent_launch
 from .rows import BlockShape, BlockStart, ChainStart, MaskedRows
 from .triton_rows import (
-    ALIGNED,
     BLOCK,
     AcceptedTokens,
     Grid,
     KvGroups,
-    StepRoom,
     ints,
     passes_of,
+    room_of_passes,
     store_slots,
 )
 
@@ -84,14 +83,7 @@ def start_chain(
 ) -> ChainStart:
     """Finds what a head reads, the rows that propose, and the passes that follow."""
     num_seqs, rows = accepted.shape[0], meta.rows_per_generation
-    width = triton.cdiv(num_seqs, ALIGNED) * ALIGNED
-    page_sizes = tuple(group.page_size for group in meta.kv_groups)
-    groups = KvGroups.of(meta.block_tables, page_sizes, count * width)
-    passes = StepRoom(
-        positions=ints(accepted, count * width),
-        lens=ints(accepted, count * width, dtype=torch.int32),
-        ids=None,
-    )
+    width, groups, passes = room_of_passes(meta, num_seqs, count)
     out = _ChainRoom(
         ids=ints(accepted, num_seqs * rows),
         proposing=ints(accepted, num_seqs),

@@ -359,14 +359,7 @@ def draft_steps(
 ) -> tuple[AttentionMetadata, ...]:
     """Prepares draft passes of one row per request in one launch."""
     num_seqs = positions.shape[0]
-    width = triton.cdiv(num_seqs, ALIGNED) * ALIGNED
-    page_sizes = tuple(group.page_size for group in meta.kv_groups)
-    groups = KvGroups.of(meta.block_tables, page_sizes, count * width)
-    out = StepRoom(
-        positions=ints(positions, count * width),
-        lens=ints(positions, count * width, dtype=torch.int32),
-        ids=None,
-    )
+    width, groups, out = room_of_passes(meta, num_seqs, count)
     _steps_kernel[(triton.cdiv(num_seqs, BLOCK), count)](
         positions,
         positions.stride(0),
@@ -381,11 +374,30 @@ def draft_steps(
     return passes_of(meta, out, groups, num_seqs, extra_kv)
 
 
+class RoomOfPasses(NamedTuple):
+    """Memory of passes of one row per request, whose numbers stand one behind the other."""
+
+    width: int  # from pass to pass
+    groups: KvGroups
+    out: StepRoom
+
+
+def room_of_passes(meta: AttentionMetadata, num_seqs: int, count: int) -> RoomOfPasses:
+    """Allocates what `passes_of` takes."""
+    width = triton.cdiv(num_seqs, ALIGNED) * ALIGNED
+    page_sizes, like = tuple(group.page_size for group in meta.kv_groups), meta.position_ids
+    out = StepRoom(
+        positions=ints(like, count * width),
+        lens=ints(like, count * width, dtype=torch.int32),
+        ids=None,
+    )
+    return RoomOfPasses(width, KvGroups.of(meta.block_tables, page_sizes, count * width), out)
+
+
 def passes_of(
     meta: AttentionMetadata, out: StepRoom, groups: KvGroups, num_seqs: int, extra_kv: int
 ) -> tuple[AttentionMetadata, ...]:
-    """Returns the metadata of passes of one row per request, whose numbers stand one behind the
-    other."""
+    """Returns the metadata of passes whose numbers are in this room."""
     width = triton.cdiv(num_seqs, ALIGNED) * ALIGNED
     starts = range(0, out.positions.shape[0], width)
     return tuple(
