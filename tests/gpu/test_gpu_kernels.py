@@ -188,7 +188,7 @@ def _most_rows(size: tuple[int, int], normed: bool, inputs: int = 1, is_gated: b
     few, most = 32 if values < fused.LARGE else 16, most // values
     if size[1] % 16:
         return few
-    if not normed and 1536 <= size[0] <= 2048 and size[1] <= 704:
+    if not normed and 1536 <= size[0] <= 3072 and size[1] <= 704:
         most = max(most, 192)
     if is_gated and size[0] <= 640 and size[1] >= 2048:
         most = max(most, 80 * (132 // -(-size[1] // 48)))

@@ -79,7 +79,7 @@ MODULES = (
     "tokens.triton_walk",
 )
 CONTEXTS, GENERATIONS, K, VOCAB, DRAFT_VOCAB, SLOTS = 1, 2, 3, 5000, 3000, 4
-MANY_DRAFTS = triton_markov_walk.MANY_TOKENS + 1
+MANY_DRAFTS = 65_537
 CPU = torch.device("cpu")
 
 

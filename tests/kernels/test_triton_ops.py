@@ -175,6 +175,22 @@ def test_walk_by_draft(
             assert bool(((short <= 4 * step) | short.isnan()).all())  # roundings of bias and sum
             tokens = chosen
     assert int(taken[-1, -1]) == 0
+    assert torch.equal(triton_markov_walk.walk_by_draft(logits, before, tables), taken)
+
+
+def test_walk_by_draft_takes_the_first_of_equals() -> None:
+    """In other chunks of the vocabulary, and whatever the sign of zero is."""
+    logits = torch.full((6, 1500), -1.0, device=DEVICE)
+    logits[0, [3, 1200]] = torch.tensor([-0.0, 0.0], device=DEVICE)
+    logits[1, [700, 1499]] = torch.tensor([0.0, -0.0], device=DEVICE)
+    logits[2, [256, 255, 900]] = 2.5
+    logits[3, 600:] = -0.5
+    logits[4] = float("nan")
+    logits[5, [1498, 1499]] = torch.tensor([1e-30, 2e-30], device=DEVICE)
+    tables = markov_walk.MarkovTables(*torch.zeros(2, 1500, 16, device=DEVICE), None)
+    before = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    taken = triton_markov_walk.walk_by_draft(logits, before, tables)
+    assert taken.tolist() == [[3, 700, 255], [600, 0, 1499]]
 
 
 @covering(dtype=DTYPES, drafts=[1, 5], batch=[1, 3], count=[1, 5, 16], rank=[12, 256])

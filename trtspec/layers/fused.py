@@ -64,7 +64,7 @@ MAX_TILED_PRODUCTS, MAX_TILED_NORMED_PRODUCTS = 115_000_000, 250_000_000
 faster (decision 029). A norm, and what follows it, are further kernels around cuBLAS."""
 MAX_AT_ONCE_COLUMNS, LEAST_WIDE = 640, 2048
 """Columns that all are on their way at once, and outputs of a wide weight with a norm."""
-LEAST_DEEP_COLUMNS, MAX_DEEP_COLUMNS, MAX_ROWS_OF_FEW_OUTS = 1536, 2048, 192
+LEAST_DEEP_COLUMNS, MAX_DEEP_COLUMNS, MAX_ROWS_OF_FEW_OUTS = 1536, 3072, 192
 """Of a weight without a norm whose columns a cluster divides. More were not measured."""
 MAX_ROWS_OF_FILLING, MAX_COLUMNS_OF_FILLING = 32, 6144
 """More rows of a deep weight of `LARGE` values, of one input, whose blocks fill the GPU. More

@@ -265,7 +265,7 @@ class AttentionMetadata:
         return cast(Tensor, self.derived[LARGEST])
 
     def know_largest_positions(self, positions: Tensor) -> None:
-        """Takes what `largest_positions` returns from whoever has found it already."""
+        """Takes what `largest_positions` returns, where it was found already."""
         self.derived[LARGEST] = positions
 
     def seen_both_ways(self, windows_by_row: bool = False) -> AttentionMetadata:
