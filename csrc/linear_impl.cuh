@@ -114,6 +114,7 @@ cudaError_t launch_tile(const LinearParams& p, cudaStream_t stream) {
   const int across = (p.n + kOuts - 1) / kOuts, down = (p.rows + Sizes::kRows - 1) / Sizes::kRows;
   int cluster = kSplit;
   if constexpr (E == Epilogue::kNormedRope) {
+    static_assert(kOuts == kHeadOuts, "all tiles add up a head's squares in one order");
     if (p.dim % kOuts || p.dim > kMaxHeadBlocks * kOuts) return cudaErrorInvalidValue;
     cluster = p.dim / kOuts;
   }
@@ -167,9 +168,15 @@ cudaError_t launch_deep(const LinearParams& p, cudaStream_t stream) {
   return launch_tile<T, E, 0, 4, 32, 4, 2>(p, stream);
 }
 
+// Whether tiles are there for two inputs.
+template <Epilogue E, bool kNorm>
+constexpr bool takes_two() {
+  return kNorm && E != Epilogue::kGated && E != Epilogue::kNormedRope;
+}
+
 template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
-  if constexpr (kNorm && E != Epilogue::kGated) {
+  if constexpr (takes_two<E, kNorm>()) {
     if (p.x1 != nullptr) {
       if (p.rows <= kMaxFewRows) return launch_tile<T, E, 2, 1, 16, 9>(p, stream);
       if (p.rows <= kMaxMoreRows) return launch_tile<T, E, 2, 1, 32, 9>(p, stream);
@@ -211,7 +218,7 @@ cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
   }
   if (p.rows <= most || p.n < kWide) return launch_tile<T, E, kNorm, 2, 32, 5>(p, stream);
   if (p.rows <= kMaxMoreRows) return launch_tile<T, E, kNorm, 2, 32, 3>(p, stream);
-  if constexpr (E == Epilogue::kNormedRope) {  // all tiles add up a head's squares in one order
+  if constexpr (E == Epilogue::kNormedRope) {
     return launch_tile<T, E, kNorm, 2, 32, 3>(p, stream);
   } else {
     return launch_tile<T, E, kNorm, 2, 64, 3>(p, stream);
@@ -221,10 +228,9 @@ cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
 // Whether tiles make a product.
 template <Epilogue E, bool kNorm>
 bool is_tiled(const LinearParams& p) {
-  constexpr bool kTakesTwo = kNorm && E != Epilogue::kGated && E != Epilogue::kNormedRope;
   const int64_t large = p.k <= kMaxNarrow ? kLargeNarrow : kLargeWeight;
   const bool is_small = static_cast<int64_t>(p.n) * p.k < large && p.k <= kMaxTileColumns;
-  return is_small && p.n % kTile == 0 && (kTakesTwo || p.x1 == nullptr);
+  return is_small && p.n % kTile == 0 && (takes_two<E, kNorm>() || p.x1 == nullptr);
 }
 
 template <typename T, Epilogue E, bool kNorm>

@@ -267,6 +267,10 @@ def _layers() -> dict[str, Any]:
         (context_attention, q, coded, tables, tiles, 4, q),
         (triton_rope.rope_and_write, half(8, 8, 64), rope, 4, to_codes, (norm, norm), True),
         (triton_rope.rope_and_write, half(8, 8, 64), rope, 4, to_codes),
+        (
+            triton_rope.write_layers,
+            (KeysAndValues(half(8, 4, 64), rope, to_codes, (norm, norm)),) * 2,
+        ),
     ):
         found |= _in_fp8(compiled(*launch))
     return found

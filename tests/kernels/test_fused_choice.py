@@ -12,7 +12,7 @@ from trtspec.layers.embedding import Embedded
 from trtspec.layers.fused import _takes_rope
 from trtspec.layers.linear import Linear
 from trtspec.layers.norm import RMSNorm
-from trtspec.ops.layer.rope import CacheWrite, Rope
+from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
 
 
 def test_a_table_that_begins_between_two_numbers_is_left_to_other_kernels() -> None:
@@ -49,6 +49,51 @@ def test_which_product_looks_embeddings_up() -> None:
     assert not is_looked_up(Embedded(ids, trained), hidden)
     rows = fused._looked_up((Embedded(ids, trained), hidden))[0]
     assert rows.requires_grad and torch.equal(rows, table[:2])
+
+
+def test_products_of_other_modules() -> None:
+    """Whatever maps [T, in] to [T, out] is called as it is."""
+    layer, table = torch.nn.Linear(128, 48), torch.randn(50, 64)
+    ids, hidden, norms = torch.arange(2), torch.randn(2, 64), (RMSNorm(64, 1e-6), RMSNorm(64, 1e-6))
+    of_heads = RMSNorm(8, 1e-6), RMSNorm(8, 1e-6)
+    for norm in (*norms, *of_heads):
+        norm.weight.data.normal_()
+    keys, values = torch.zeros(2, 5, 1, 8)
+    to = CacheWrite(keys, values, torch.arange(2), 4)
+    rope = Rope(torch.randn(16, 8), torch.arange(2))
+    inputs = Embedded(ids, table), hidden
+    with torch.inference_mode():
+        normed = [norm(x) for norm, x in zip(norms, (table[:2], hidden), strict=True)]
+        expected = layer(torch.cat(normed, dim=-1))
+        assert torch.equal(fused.linear(inputs, layer, norms), expected)
+        q = fused.qkv_rope_and_write(inputs, layer, norms, rope, 4, to, of_heads)
+        heads = expected.view(2, 6, 8)
+        cos, sin = rope.rotation(torch.float32)
+        assert torch.equal(q, apply_rope(of_heads[0](heads[:, :4]), cos, sin))
+        assert torch.equal(values[:2], heads[:, 5:])
+
+
+def test_whose_heads_a_product_norms() -> None:
+    """Of one normed input and a small weight, if both norms are alike."""
+    layer, x, norm = Linear(64, 6 * 64, bias=False), torch.zeros(2, 64), RMSNorm(64, 1e-6)
+    of_heads = RMSNorm(64, 1e-6), RMSNorm(64, 1e-6)
+
+    def is_normed(
+        layer: Linear = layer, dim: int = 64, count: int = 1, norms: int = 1, **changes: float
+    ) -> bool:
+        k_norm = RMSNorm(dim, changes.get("eps", 1e-6), changes.get("offset", 0.0))
+        q_norm = of_heads[0] if dim == 64 else RMSNorm(dim, 1e-6)
+        return fused._norms_heads((q_norm, k_norm), dim, (x,) * count, layer, (norm,) * norms)
+
+    with torch.inference_mode():
+        assert is_normed() and is_normed(dim=32) and is_normed(dim=256)
+        assert not is_normed(dim=48) and not is_normed(dim=288)
+        assert not is_normed(eps=1e-5) and not is_normed(offset=1.0)
+        assert not is_normed(count=2, norms=2) and not is_normed(norms=0)
+        assert not is_normed(Linear(2048, 4096, bias=False))
+        assert not fused._norms_heads((of_heads[0], of_heads[1].double()), 64, (x,), layer, (norm,))
+    of_heads[0].weight.requires_grad_()
+    assert not is_normed()
 
 
 # -- weights in 16 bits, by the rules of decision 029 --------------------------------------------

@@ -38,10 +38,10 @@ class Cluster(NamedTuple):
 
 
 FEW_GROUPS, MOST_PARTS, LEAST_PART = 8, 12, 2
-"""Requests times KV heads, of heads of 64, whose rows are parted to fill a GPU: groups and parts at
-most, rows at least."""
+"""Heads of 64 of so few requests times KV heads have further parts, which fill a GPU: groups and
+parts of all groups at most, rows of a part at least."""
 PARTED_GROUPS = 17, 32
-"""Those of heads of 128 whose rows are parted, at least and at most."""
+"""Groups of heads of 128 whose rows are parted, at least and at most."""
 WIDE_GROUPS = {8: 16, 4: 33, 2: 66}
 """Thread blocks of a group, and the most groups."""
 MANY_GROUPS = 64  # these have two blocks each at most: with more, Triton's kernels are faster
@@ -102,7 +102,7 @@ def most_pairs(layer: Layer, groups: int) -> int:
 
 
 def _parts_rows(layer: Layer, groups: int) -> bool:
-    """Whether clusters of `FEW_PAIRS` each are faster than one of more."""
+    """Whether clusters of up to `FEW_PAIRS` each are faster than one of more."""
     least, most = PARTED_GROUPS
     return layer.dim == 64 or (layer.dim == 128 and least <= groups <= most)
 
@@ -110,19 +110,18 @@ def _parts_rows(layer: Layer, groups: int) -> bool:
 def rows_of_part(layer: Layer, groups: int, rows: int) -> int:
     """Returns how many of a request's rows a cluster takes: other clusters take the others.
 
-    Each reads all keys. What a cluster does beside that takes longer with more rows. A part's sums
-    are those that it has among all rows. What was measured is in docs/log.md.
+    Each reads all keys. What a cluster does beside that takes longer with more rows. A row's sums
+    are the same in any part (decision 029).
 
     Args:
-        groups, rows: as of `best_cluster`.
+        groups, rows: as of `best_cluster`; at least 1.
     """
-    most = MAX_PAIRS[layer.dim] // layer.per_kv
-    if not _parts_rows(layer, groups):
-        return min(rows, most)
-    parts = -(-rows * layer.per_kv // FEW_PAIRS)
+    parts = 1
+    if _parts_rows(layer, groups):
+        parts = -(-rows * layer.per_kv // FEW_PAIRS)
     if layer.dim == 64 and groups <= FEW_GROUPS:
-        parts = max(parts, MOST_PARTS // max(groups, 1))
-    return max(1, min(rows, most, max(-(-rows // parts), LEAST_PART)))
+        parts = max(parts, min(MOST_PARTS // groups, -(-rows // LEAST_PART)))
+    return min(-(-rows // parts), MAX_PAIRS[layer.dim] // layer.per_kv)
 
 
 def larger(layer: Layer) -> list[Cluster]:
@@ -136,7 +135,7 @@ def _module(queries: Queries, cached: CachedLayer, tables: Tables, layer: Layer,
     is_plain = layer.cap == 0 and tables.firsts is None
     is_plain = is_plain and (sinks is None or sinks.dtype == q.dtype)
     groups = tables.blocks.shape[0] * layer.kv_heads
-    fits = rows * layer.per_kv <= most_pairs(layer, groups) and queries.scale > 0
+    fits = 0 < rows * layer.per_kv <= most_pairs(layer, groups) and queries.scale > 0
     if not (is_plain and fits and layer.page_size % TILE_KEYS == 0 and q.is_cuda):
         return None
     if q.dtype not in (torch.bfloat16, torch.float16) or not k.dtype == v.dtype == q.dtype:

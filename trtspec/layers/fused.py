@@ -317,8 +317,9 @@ def qkv_rope_and_write(
     # The second input then stands for the first, which is of its shape.
     rows = _looked_up(inputs if table is None else (inputs[1], inputs[1]))
     kernels = None if norms_values or dim % 16 else _kernels(rows, layer, norms)
-    takes_norms = qk_norms is None or _norms_heads(qk_norms, dim, rows, layer, norms)
-    if kernels is None or not takes_norms or not _takes_rope(rope, to, rows[0].dtype):
+    if kernels is not None and qk_norms is not None:
+        kernels = kernels if _norms_heads(qk_norms, dim, rows, layer, norms) else None
+    if kernels is None or not _takes_rope(rope, to, rows[0].dtype):
         given = rows if table is None else inputs
         qkv = linear(given, layer, norms).view(-1, layer.out_features // dim, dim)
         return rope_and_write(qkv, rope, q_heads, to, qk_norms, norms_values)
@@ -350,11 +351,11 @@ def _head_norms(norms: tuple[RMSNorm, RMSNorm] | None) -> tuple[Tensor | float |
 
 
 def _norms_heads(
-    of_heads: tuple[RMSNorm, RMSNorm], dim: int, inputs: Rows, layer: Any, norms: Norms
+    of_heads: tuple[RMSNorm, RMSNorm], dim: int, inputs: Rows, layer: Linear, norms: Norms
 ) -> bool:
     """Whether the kernel that has the product norms its heads, too: if tiles make it."""
     q_norm, k_norm = of_heads
-    weight, x = getattr(layer, "weight", None), inputs[0]
+    weight, x = layer.weight, inputs[0]
     if weight is None or layer.fp8 is not None or len(inputs) != 1 or len(norms) != 1:
         return False
     if _wants_gradient(layer, of_heads) or (q_norm.eps, q_norm.offset) != (
@@ -371,9 +372,10 @@ def _norms_heads(
 
 def _table_of(inputs: Inputs, layer: Any, norms: Norms) -> Embedded | None:
     """Returns the first of two inputs if the kernel of a small weight looks it up itself."""
-    (first, *others), weight = inputs, getattr(layer, "weight", None)
+    first, *others = inputs
     if not isinstance(first, Embedded) or len(others) != 1 or len(norms) != 2:
         return None
+    weight = layer.weight if type(layer) is Linear else None
     if not isinstance(others[0], Tensor) or weight is None or layer.fp8 is not None:
         return None
     (ids, table), hidden = first, others[0]

@@ -60,7 +60,7 @@ class AcceptedPath:
 
     def tokens_after_rows(self, requests: slice, rows_per_request: int) -> Tensor:
         """Returns the token after each row of these requests, [G * R] int32, -1 after rejected
-        rows."""
+        rows. They may be in the path's memory: do not write there."""
         return self.tokens[requests, :rows_per_request].flatten()
 
 

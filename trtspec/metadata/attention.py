@@ -268,7 +268,7 @@ class AttentionMetadata:
         """Takes what `largest_positions` returns, where it was found already."""
         self.derived[LARGEST] = positions
 
-    def seen_both_ways(self, windows_by_row: bool = False) -> AttentionMetadata:
+    def seen_both_ways(self, *, windows_by_row: bool = False) -> AttentionMetadata:
         """Returns a draft pass in which a row sees all rows of its request, later ones too.
 
         A row sees keys up to its position, so here all rows of a request stand at the last one's.

@@ -81,9 +81,9 @@ class DFlashWorker(OnePassWorker):
         if not self.num_proposals(inputs):
             return self.no_drafts(inputs)
         rows = self.start_block(inputs, meta, head.samples_from_anchor)
-        tokens, own = rows.tokens.flatten(), rows.meta
-        out, _ = both_outputs(head(tokens, own.position_ids, hidden_states, own, step=0))
-        proposing = out
+        ids, own = rows.ids, rows.meta
+        out, _ = both_outputs(head(ids, own.position_ids, hidden_states, own, step=0))
+        proposing = out  # of one request whose rows all propose: in turn
         if len(rows.tokens) > 1 or len(rows.proposing) < len(out):
             (proposing,) = gather_rows(rows.proposing, out)  # by proposal, then by request
         self.has_confidence = head.confidence_head is not None

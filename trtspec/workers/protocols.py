@@ -162,7 +162,8 @@ class BlockDraftModel(DraftModel, Protocol):
         next_tokens: Tensor | None = None,
         inputs_embeds: RowEmbeds | None = None,
     ) -> None:
-        """Writes keys and values of the target's rows: hidden_states [T, n * Ht] as captured."""
+        """Writes keys and values of the target's rows: hidden_states [T, n * Ht] as captured.
+        next_tokens [T] are int32 or int64."""
 
 
 class LanguageModel(Protocol):

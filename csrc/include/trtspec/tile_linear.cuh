@@ -26,7 +26,8 @@ namespace trtspec {
 constexpr int kTileWarps = 8;
 constexpr int kStep = 16 * kTileWarps;  // columns
 constexpr int kPieces = kStep / 8;      // of 16 bytes
-constexpr int kMaxHeadBlocks = 8;       // of a head whose norm is applied
+constexpr int kHeadOuts = 32;           // outputs of a block where heads have norms
+constexpr int kMaxHeadBlocks = 8;       // of such a head
 
 // Sizes of a block with kBlocks times 16 rows and kOuts outputs, kStages steps on their way, of a
 // cluster of kSplit blocks. kTwo: the sums of two inputs are kept apart.
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, least_at_once(kBlocks * kOuts
   // Rings of six steps and more have enough on their way: further requests took longer.
   constexpr bool kAsks = kTwo || kStages <= 5;
   static_assert(!kTwo || kSplit == 1, "two inputs' sums are joined in one block");
-  static_assert(!kNormsHeads || kSplit == 1, "a cluster has a head");
+  static_assert(!kNormsHeads || (kSplit == 1 && !kTwo && kOuts == kHeadOuts), "a cluster has a head");
   static_assert(!kRests || has_registers(kBlocks, kOuts, kStages), "fragments of all steps are registers");
   using Sizes = Tiling<kBlocks, kOuts, kStages, kSplit, kTwo>;
   constexpr int kRows = Sizes::kRows;
@@ -501,9 +502,11 @@ __global__ void __launch_bounds__(kTileWarps * 32, least_at_once(kBlocks * kOuts
       float squares = lo.x * lo.x + lo.y * lo.y + hi.x * hi.x + hi.y * hi.y;
 #pragma unroll
       for (int mask = 1; mask < kPairs; mask *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, mask);
-      if (!is_there || column != 0) continue;
-      float* const own = &of_head[blockIdx.x % head_blocks][row];
-      for (int r = 0; r < head_blocks; ++r) *cooperative_groups::this_cluster().map_shared_rank(own, r) = squares;
+      if (is_there && column == 0) {
+        float* const own = &of_head[blockIdx.x % head_blocks][row];
+        for (int r = 0; r < head_blocks; ++r) *cooperative_groups::this_cluster().map_shared_rank(own, r) = squares;
+      }
+      __syncwarp();
     }
     cluster_arrive();
     cluster_wait();

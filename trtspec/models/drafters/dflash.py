@@ -189,8 +189,8 @@ class DFlashHead(DraftHead):
             hidden_states: [T, n * Ht], as captured.
             position_ids: [T] int64.
             meta: of the target's pass.
-            next_tokens: [T] int, after each row, for heads that read them; anything after rejected
-                rows. inputs_embeds: of those that have no embedding of their own.
+            next_tokens: [T] int32 or int64, after each row, for heads that read them; anything
+                after rejected rows. inputs_embeds: of those that have no embedding of their own.
         """
         inputs: Inputs = (self.project_target_hidden(hidden_states),)
         before: tuple[RMSNorm, ...] = (self.hidden_norm,)
@@ -249,7 +249,7 @@ class DFlashHead(DraftHead):
         """
         both_ways = attn_metadata
         if isinstance(attn_metadata, AttentionMetadata):
-            both_ways = attn_metadata.seen_both_ways(self.config.windows_by_row)
+            both_ways = attn_metadata.seen_both_ways(windows_by_row=self.config.windows_by_row)
         hidden = self.embed(input_ids, inputs_embeds)
         ropes = self.rope_tables.at(position_ids, attn_metadata)
         for layer, rope, sees_ahead in zip(self.layers, ropes, self.config.sees_ahead, strict=True):

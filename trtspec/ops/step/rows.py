@@ -291,6 +291,7 @@ class BlockStart(NamedTuple):
     """What a block drafter's pass reads: R rows per request, B * R in all."""
 
     tokens: Tensor  # [B, R] int32
+    ids: Tensor  # [B * R] int64, the same
     proposing: Tensor  # [P * B] int64, rows of this pass, by proposal and then by request
     last_positions: Tensor  # [B] int64, of the last accepted tokens
     meta: AttentionMetadata  # of the pass, whose rows follow from these positions on
@@ -315,6 +316,7 @@ def start_block(
     first = rows * torch.arange(len(last), device=device)
     return BlockStart(
         tokens=tokens,
+        ids=tokens.flatten().to(torch.int64),
         proposing=(first + row[rows - proposals :, None]).flatten(),
         last_positions=last,
         meta=draft_step_metadata(meta, last[:, None] + row, extra_kv),

@@ -83,7 +83,7 @@ def start_chain(
 ) -> ChainStart:
     """Finds what a head reads, the rows that propose, and the passes that follow."""
     num_seqs, rows = accepted.shape[0], meta.rows_per_generation
-    width, groups, passes = room_of_passes(meta, num_seqs, count)
+    passes = room_of_passes(meta, num_seqs, count)
     out = _ChainRoom(
         ids=ints(accepted, num_seqs * rows),
         proposing=ints(accepted, num_seqs),
@@ -92,19 +92,19 @@ def start_chain(
     _start_kernel[(num_seqs,)](
         AcceptedTokens.of(accepted, lens),
         meta.position_ids,
-        groups,
-        passes,
+        passes.groups,
+        passes.out,
         out,
         rows,
         count,
-        width,
+        passes.width,
         meta.max_seq_len,
         BLOCK=triton.next_power_of_2(rows),
         PASSES=triton.next_power_of_2(count),
         num_warps=1,
         **dependent_launch(accepted),
     )
-    return ChainStart(*out, passes_of(meta, passes, groups, num_seqs, extra_kv))
+    return ChainStart(*out, passes_of(meta, passes, num_seqs, extra_kv))
 
 
 @triton.jit
@@ -264,6 +264,7 @@ class _BlockRoom(NamedTuple):
     """What `start_block` writes beside the slots."""
 
     tokens: Tensor  # [B, R] int32
+    ids: Tensor  # [B * R] int64
     proposing: Tensor  # [P * B] int64
     last_positions: Tensor  # [B] int64
     positions: Tensor  # [B * R] int64, guarded
@@ -280,6 +281,7 @@ def start_block(
     groups = KvGroups.of(meta.block_tables, page_sizes, num_seqs * rows)
     out = _BlockRoom(
         tokens=ints(accepted, num_seqs, rows, dtype=torch.int32),
+        ids=ints(accepted, num_seqs * rows),
         proposing=ints(accepted, block.num_proposals * num_seqs),
         last_positions=ints(accepted, num_seqs),
         positions=ints(accepted, num_seqs * rows),
@@ -303,7 +305,7 @@ def start_block(
     positions = out.positions.view(num_seqs, rows)
     own = meta.for_rows(positions, groups.slots, extra_kv, out.lens)
     own.know_largest_positions(out.largest)
-    return BlockStart(out.tokens, out.proposing, out.last_positions, own)
+    return BlockStart(out.tokens, out.ids, out.proposing, out.last_positions, own)
 
 
 @triton.jit
@@ -331,7 +333,9 @@ def _start_block_kernel(
     last = tl.load(position_ptr + certain).to(tl.int64) + length
     bonus = tl.load(accepted.tokens + seq * accepted.stride + length - 1).to(tl.int32)
     index = seq * block.num_rows + row
-    tl.store(out.tokens + index, tl.where(row == 0, bonus, block.mask_token), mask=mask)
+    token = tl.where(row == 0, bonus, block.mask_token)
+    tl.store(out.tokens + index, token, mask=mask)
+    tl.store(out.ids + index, token.to(tl.int64), mask=mask)
     tl.store(out.last_positions + seq, last)
     proposal = row - (block.num_rows - block.num_proposals)
     entry = out.proposing + proposal * num_seqs + seq

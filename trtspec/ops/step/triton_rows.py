@@ -359,19 +359,19 @@ def draft_steps(
 ) -> tuple[AttentionMetadata, ...]:
     """Prepares draft passes of one row per request in one launch."""
     num_seqs = positions.shape[0]
-    width, groups, out = room_of_passes(meta, num_seqs, count)
+    passes = room_of_passes(meta, num_seqs, count)
     _steps_kernel[(triton.cdiv(num_seqs, BLOCK), count)](
         positions,
         positions.stride(0),
-        groups,
-        out,
+        passes.groups,
+        passes.out,
         num_seqs,
-        width,
+        passes.width,
         meta.max_seq_len,
         BLOCK=BLOCK,
         **dependent_launch(positions),
     )
-    return passes_of(meta, out, groups, num_seqs, extra_kv)
+    return passes_of(meta, passes, num_seqs, extra_kv)
 
 
 class RoomOfPasses(NamedTuple):
@@ -395,10 +395,10 @@ def room_of_passes(meta: AttentionMetadata, num_seqs: int, count: int) -> RoomOf
 
 
 def passes_of(
-    meta: AttentionMetadata, out: StepRoom, groups: KvGroups, num_seqs: int, extra_kv: int
+    meta: AttentionMetadata, room: RoomOfPasses, num_seqs: int, extra_kv: int
 ) -> tuple[AttentionMetadata, ...]:
     """Returns the metadata of passes whose numbers are in this room."""
-    width = triton.cdiv(num_seqs, ALIGNED) * ALIGNED
+    width, groups, out = room
     starts = range(0, out.positions.shape[0], width)
     return tuple(
         meta.for_rows(
