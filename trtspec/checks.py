@@ -30,8 +30,8 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Returns whether it is a sequence other than a string."""
-    return isinstance(value, Sequence) and not isinstance(value, str)
+    """Returns whether it is a sequence other than a string and bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
 def are_ints(value: object, low: int | None = None) -> TypeGuard[Sequence[int]]:

@@ -343,6 +343,9 @@ def test_a_head_is_given_to_its_own_config(target_dir: Path, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="is an EAGLE head, not a DFlash head"):
         config = DFlashDecodingConfig(speculative_model=eagle3_dir(tmp_path))
         LLM(target_dir, config, device="cpu")
+    for config_of in (DFlashDecodingConfig, DSparkDecodingConfig):
+        with pytest.raises(CheckpointError, match="no tensors of a draft head: it may be a lang"):
+            LLM(target_dir, config_of(speculative_model=target_dir), device="cpu")
     with pytest.raises(ConfigError, match="max_draft_len=5: the head was trained to propose 4"):
         config = DFlashDecodingConfig(speculative_model=head, max_draft_len=5)
         LLM(target_dir, config, device="cpu")

@@ -117,8 +117,8 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
             object.__setattr__(self, "draft_token_ids", tuple(given))
         else:
             raise ConfigError(
-                f"{type(self).__name__}.draft_token_ids={shown(given)}: give a list of token ids, "
-                "or a file of them."
+                f"{type(self).__name__}.draft_token_ids={shown(given)}: give a list of token ids "
+                "as Python ints (`.tolist()` of an array or a tensor), or a file of them."
             )
 
     @classmethod

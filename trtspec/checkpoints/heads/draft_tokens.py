@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,14 +50,17 @@ def read_draft_tokens(given: Sequence[int] | str | os.PathLike[str], vocab_size:
             f"{name} holds {shown(wrong)}: the target's tokens are 0 … {vocab_size - 1}. Give ids "
             "of its own tokenizer."
         )
-    if len(set(ids)) < len(ids):
-        raise ConfigError(f"{name} holds a token twice: give each once.")
+    twice = next((token for token, count in Counter(ids).items() if count > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{name} holds token {twice} more than once: give each once.")
     return torch.tensor(sorted(ids), dtype=torch.int64)
 
 
 def _content(path: Path) -> Any:
     """Returns what a file holds, tensors as lists."""
-    if path.is_dir() or not is_there(path):
+    if path.is_dir():
+        raise ConfigError(f"draft_token_ids: {path} is a directory. Give {FORMATS}.")
+    if not is_there(path):
         raise ConfigError(f"draft_token_ids: there is no file {path}. Give {FORMATS}.")
     try:
         if path.suffix != ".pt":

@@ -38,6 +38,12 @@ def kind_of(files: HeadFiles, asked: str | None) -> HeadKind:
             "the head's directory."
         )
     if asked is not None and found.asked_as != asked:
+        of_eagle = "fc.", "midlayer."
+        if found is EAGLE and not any(part in name for name in files.sources for part in of_eagle):
+            raise CheckpointError(
+                f"{files.head_dir} has no tensors of a draft head: it may be a language model, as "
+                "the target is. Give the head's directory."
+            )
         raise CheckpointError(
             f"{files.head_dir} {found.description}, {_ASKED[asked]}. Give it as "
             f"{found.how_to_give}."
