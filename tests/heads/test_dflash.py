@@ -30,7 +30,13 @@ from tiny import prefill_metadata, tiny_model_dir
 from tiny_dflash import LAYERS, as_speculators, dflash_dir
 from tiny_heads import eagle3_dir
 
-from trtspec import LLM, DFlashDecodingConfig, EagleDecodingConfig, SamplingParams
+from trtspec import (
+    LLM,
+    DFlashDecodingConfig,
+    DSparkDecodingConfig,
+    EagleDecodingConfig,
+    SamplingParams,
+)
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.checkpoints.weights import load_decoder
