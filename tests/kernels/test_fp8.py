@@ -174,19 +174,22 @@ def test_codes_times_codes_are_float64s(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
-def test_an_mlp_of_codes(adds: bool, has_bias: bool) -> None:
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_an_mlp_of_codes(adds: bool, has_bias: bool, has_norm: bool) -> None:
     """Fused or not it is the same layers, one after the other."""
     torch.manual_seed(0)
     up, down = (Linear(*sizes, has_bias).to(DEVICE) for sizes in ((64, 96), (48, 64)))
-    norm = RMSNorm(64, 1e-5).to(DEVICE)
-    norm.weight.data.uniform_(0.5, 1.5)
+    norm = RMSNorm(64, 1e-5).to(DEVICE) if has_norm else None
+    if norm is not None:
+        norm.weight.data.uniform_(0.5, 1.5)
     for layer in (up, down):
         layer.hold_fp8(quantize(torch.randn(layer.out_features, layer.in_features) * 0.1))
         layer.to(DEVICE)
         if layer.bias is not None:
             layer.bias.data.normal_()
     hidden = torch.randn(20, 64, device=DEVICE)
-    gate, value = up(norm(hidden)).chunk(2, dim=-1)
+    normed = hidden if norm is None else norm(hidden)
+    gate, value = up(normed).chunk(2, dim=-1)
     expected = down(torch.nn.functional.silu(gate) * value) + (hidden if adds else 0.0)
     out = fused.gated_mlp(hidden.clone(), up, down, norm, SWIGLU, adds)
     # Codes near a tie may go the other way.

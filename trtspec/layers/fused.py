@@ -170,9 +170,8 @@ def largest_output(
     if d2t is not None and (d2t.dtype != torch.int64 or not d2t.is_contiguous()):
         return None
     tokens = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
-    weights = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
     keys = _KEYS.on(x.device, MAX_ROWS_OF_LARGE + 1)
-    kernels.largest_output(x, *weights, layer.weight, d2t, keys, tokens)
+    kernels.largest_output(x, *_norm(norms), layer.weight, d2t, keys, tokens)
     return tokens
 
 
@@ -264,8 +263,9 @@ def gated_mlp(
         copy_to: as of `linear`.
     """
     residual, is_swiglu = hidden if adds else None, not between.is_gelu and between.limit is None
+    norms: Norms = () if norm is None else (norm,)
     if not (is_swiglu and _multiplies_codes(gate_up) and _multiplies_codes(down)) or (
-        norm is None or _kernels((hidden,), gate_up, (norm,), is_gated=True) is not None
+        _kernels((hidden,), gate_up, norms, is_gated=True) is not None
     ):
         inner = gated(hidden, gate_up, norm, between)
         return linear((inner,), down, residual=residual, in_place=adds, copy_to=copy_to)
@@ -284,16 +284,13 @@ def gated_mlp(
 
 def gated(x: Tensor, layer: Linear, norm: RMSNorm | None, between: GateAndMul) -> Tensor:
     """Returns between(layer(norm(x))), [T, I], of a layer whose outputs are gate and up."""
-    if norm is None:  # that csrc's kernels take none was not tried
-        return between(linear((x,), layer))
-    kernels = _kernels((x,), layer, (norm,), is_gated=True) if between.limit is None else None
+    norms: Norms = () if norm is None else (norm,)
+    kernels = _kernels((x,), layer, norms, is_gated=True) if between.limit is None else None
     is_served = not between.is_gelu or layer.fp8 is None  # gelu of FP8 products was not measured
     if kernels is None or layer.out_features % 16 or not is_served:
-        return between(linear((x,), layer, (norm,)))
+        return between(linear((x,), layer, norms))
     out = x.new_empty(x.shape[0], layer.out_features // 2)
-    kernels.linear_gated(
-        x, norm.weight, norm.eps, norm.offset, *_weight(layer), between.is_gelu, out
-    )
+    kernels.linear_gated(x, *_norm(norms), *_weight(layer), between.is_gelu, out)
     return out
 
 
@@ -413,7 +410,8 @@ def _kernels(inputs: Rows, layer: Any, norms: Norms, is_gated: bool = False) -> 
         return None  # the kernels have no derivative
     tensors = [*(norm.weight for norm in norms), *([] if layer.bias is None else [layer.bias])]
     if layer.weight is None:
-        if not _reads_four_bits(inputs, bool(norms)):
+        is_made = bool(norms) or not is_gated
+        if not (is_made and _reads_four_bits(inputs, bool(norms))):
             return None
     elif layer.fp8 is not None:
         if not _reads_fp8(layer, inputs):
@@ -454,6 +452,8 @@ def _is_narrow(weight: Tensor, inputs: Rows) -> bool:
 def _reads_floats(weight: Tensor, inputs: Rows, has_norms: bool, is_gated: bool) -> bool:
     """Whether a kernel for weights in 16 bits takes these rows, and is the fastest."""
     rows, (outs, columns), values = inputs[0].shape[0], weight.shape, weight.numel()
+    if is_gated and not has_norms and rows > MAX_ROWS_OF_DEEP:
+        return False  # csrc's choice of tiles has none of these
     is_tiled = _takes_tiles(weight, len(inputs), has_norms)
     if values >= _least_large(weight, len(inputs), has_norms):
         is_few, is_deep = rows <= MAX_ROWS_OF_LARGE, columns >= DEEP and len(inputs) == 1
@@ -550,6 +550,11 @@ def _arguments(inputs: Rows, norms: Norms, layer: Linear) -> tuple[Tensor | floa
     weights = (*(norm.weight for norm in norms), None, None)[:2]
     numbers = (norms[0].eps, norms[0].offset) if norms else (0.0, 0.0)
     return (*x, *weights, *numbers, *_weight(layer))
+
+
+def _norm(norms: Norms) -> tuple[Tensor | float | None, ...]:
+    """Returns the weights, eps and offset of one norm or none as the kernels take them."""
+    return (norms[0].weight, norms[0].eps, norms[0].offset) if norms else (None, 0.0, 0.0)
 
 
 def _weight(layer: Linear) -> tuple[Tensor | int | None, ...]:
