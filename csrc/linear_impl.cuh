@@ -25,7 +25,10 @@ constexpr int kMaxTileColumns = 16 << 10;  // a norm's weights rest in shared me
 // narrow one.
 constexpr int kFewRows = 16, kMaxFewRows = 48, kMaxSomeRows = 64, kMaxMoreRows = 96, kMaxManyRows = 192;
 constexpr int kMaxRowsBySixteen = 128;  // of a residual and few columns, in tiles of 16 rows
-constexpr int kMaxLargeColumns = 6144;  // more were not measured with 17 to 32 rows
+// With 17 to 32 rows more columns were not measured. (Blocks that have all columns of more than these: with 20
+// rows of 4,096 cuBLAS took less.)
+constexpr int kMaxLargeColumns = 8192, kMaxColumnsAlone = 3584;
+constexpr int kMostAtRest = 9;  // steps of 16 rows and 16 outputs for which a thread has registers
 constexpr int kDeep = 1536, kDeeper = 2048, kWide = 2048, kFewOutputs = 256;
 constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear
 // Of narrow_linear, which has a block for each multiprocessor: two must not find room on one, for another
@@ -132,26 +135,35 @@ inline bool runs_at_once(const LinearParams& p, int rows, int outs, int split) {
   return blocks_of(p, rows, outs, split) <= multiprocessors();
 }
 
-// And whether three of four multiprocessors have one at least.
+// And whether two of three multiprocessors have one at least.
 inline bool fills(const LinearParams& p, int rows, int outs, int split) {
-  return runs_at_once(p, rows, outs, split) && 4 * blocks_of(p, rows, outs, split) >= 3 * multiprocessors();
+  return runs_at_once(p, rows, outs, split) && 3 * blocks_of(p, rows, outs, split) >= 2 * multiprocessors();
 }
 
-// A large, deep weight and 17 to 32 rows: whether its blocks are neither too many nor too few.
+// Outputs of a block, and the blocks of a cluster that divides K.
+struct TileShape {
+  int outs, split;
+};
+
+// Tiles of a large, deep weight and 17 to 32 rows whose blocks are neither too many nor too few; 0 outputs: none.
 template <Epilogue E, bool kNorm>
-bool large_fills(const LinearParams& p) {
-  if (E == Epilogue::kGated) return fills(p, 32, 96, 1);
-  return fills(p, 32, 32, kNorm ? 1 : 2);
+TileShape large_tile(const LinearParams& p) {
+  if (E == Epilogue::kGated) return {fills(p, 32, 96, 1) ? 96 : fills(p, 32, 128, 1) ? 128 : 0, 1};
+  if (kNorm) return {fills(p, 32, 32, 1) ? 32 : fills(p, 32, 48, 1) ? 48 : 0, 1};
+  if (fills(p, 32, 32, 2)) return {32, 2};
+  return {p.k <= kMaxColumnsAlone && fills(p, 32, 32, 1) ? 32 : 0, 1};
 }
 
-// Such a weight, where `large_fills`.
 template <typename T, Epilogue E, bool kNorm>
-cudaError_t launch_large(const LinearParams& p, cudaStream_t stream) {
+cudaError_t launch_large(const LinearParams& p, TileShape tile, cudaStream_t stream) {
   if constexpr (E == Epilogue::kGated) {
+    if (tile.outs == 128) return launch_tile<T, E, 1, 2, 128, 5>(p, stream);
     return launch_tile<T, E, 1, 2, 96, 6>(p, stream);
   } else if constexpr (kNorm) {
+    if (tile.outs == 48) return launch_tile<T, E, 1, 2, 48, 10>(p, stream);
     return launch_tile<T, E, 1, 2, 32, 10>(p, stream);
   } else {
+    if (tile.split == 1) return launch_tile<T, E, 0, 2, 32, 12>(p, stream);
     if (p.k <= 2 * 8 * kStep) return launch_tile<T, E, 0, 2, 32, 8, 2>(p, stream);
     return launch_tile<T, E, 0, 2, 32, 10, 2>(p, stream);
   }
@@ -204,6 +216,18 @@ cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
       if (runs_at_once(p, 80, 48, 1)) return launch_tile<T, E, kNorm, 5, 48, 5>(p, stream);
     }
   }
+  if constexpr (E != Epilogue::kNormedRope) {
+    const bool is_some = 5 * kStep < p.k && p.k <= kMostAtRest * kStep;
+    if (is_some && p.rows <= kFewRows && p.n <= 2 * kTile * multiprocessors()) {
+      return launch_tile<T, E, kNorm, 1, 16, kMostAtRest>(p, stream);
+    }
+  }
+  if (kFewRows < p.rows && p.rows <= 2 * kFewRows && 4 * blocks_of(p, 32, 32, 1) >= 3 * multiprocessors()) {
+    if constexpr (E == Epilogue::kGated) {
+      if (runs_at_once(p, 32, 48, 1)) return launch_tile<T, E, kNorm, 2, 48, 6>(p, stream);
+    }
+    return launch_tile<T, E, kNorm, 2, 32, 5>(p, stream);
+  }
   if (p.rows <= kMaxFewRows) {
     if constexpr (!kNorm) {
       const bool is_deep = p.k >= (p.rows <= kFewRows ? kDeep : kDeeper);
@@ -247,7 +271,8 @@ cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   const bool is_large = values >= kLargeWeight && p.k >= kDeeper && p.k <= kMaxLargeColumns;
   if constexpr (kNorm || E != Epilogue::kGated) {
     const bool is_some = p.rows > kMaxStreamRows && p.n % kTile == 0 && p.x1 == nullptr;
-    if (is_large && is_some && large_fills<E, kNorm>(p)) return launch_large<T, E, kNorm>(p, stream);
+    const TileShape tile = is_large && is_some ? large_tile<E, kNorm>(p) : TileShape{0, 1};
+    if (tile.outs > 0) return launch_large<T, E, kNorm>(p, tile, stream);
   }
   const bool fits = !kNorm || resident_fits(p);
   const bool is_alone = p.x1 == nullptr || p.rows <= 8;

@@ -66,9 +66,9 @@ MAX_AT_ONCE_COLUMNS, LEAST_WIDE = 640, 2048
 """Columns that all are on their way at once, and outputs of a wide weight with a norm."""
 LEAST_DEEP_COLUMNS, MAX_DEEP_COLUMNS, MAX_ROWS_OF_FEW_OUTS = 1536, 3072, 192
 """Of a weight without a norm whose columns a cluster divides. More were not measured."""
-MAX_ROWS_OF_FILLING, MAX_COLUMNS_OF_FILLING = 32, 6144
+MAX_ROWS_OF_FILLING, MAX_COLUMNS_OF_FILLING, MAX_COLUMNS_ALONE = 32, 8192, 3584
 """More rows of a deep weight of `LARGE` values, of one input, whose blocks fill the GPU. More
-columns were not measured."""
+columns were not measured. Without a norm a block has all of at most `MAX_COLUMNS_ALONE`."""
 MAX_NORMED_BYTES, MAX_NORMED_BYTES_OF_DEEP = 104 << 10, 140 << 10
 """Of normed rows of a large weight (kMaxResident… in csrc/linear_impl.cuh)."""
 MAX_ROWS_OF_FP8 = 8
@@ -459,7 +459,7 @@ def _reads_floats(weight: Tensor, inputs: Rows, has_norms: bool, is_gated: bool)
         is_few, is_deep = rows <= MAX_ROWS_OF_LARGE, columns >= DEEP and len(inputs) == 1
         if rows > (MAX_ROWS_OF_DEEP if is_deep else MAX_ROWS_OF_LARGE):
             is_tiled &= rows <= MAX_ROWS_OF_FILLING and columns <= MAX_COLUMNS_OF_FILLING
-            return is_deep and is_tiled and _fills(inputs[0], outs, has_norms, is_gated)
+            return is_deep and is_tiled and _fills(inputs[0], weight, has_norms, is_gated)
         most_bytes = MAX_NORMED_BYTES if is_few else MAX_NORMED_BYTES_OF_DEEP
         return not has_norms or rows * (2 * columns + 64) <= most_bytes
     most = MAX_TILED_NORMED_PRODUCTS if has_norms else MAX_TILED_PRODUCTS
@@ -469,12 +469,17 @@ def _reads_floats(weight: Tensor, inputs: Rows, has_norms: bool, is_gated: bool)
     return rows * values <= most or _runs_at_once(inputs[0], weight, has_norms, is_gated)
 
 
-def _fills(x: Tensor, outs: int, has_norms: bool, is_gated: bool) -> bool:
-    """Whether a large weight's tiles have a thread block for three of four multiprocessors at
-    least, and no more than one for each (launch_large in csrc)."""
-    blocks = -(-outs // (96 if is_gated else 32)) * (1 if has_norms else 2)
+def _fills(x: Tensor, weight: Tensor, has_norms: bool, is_gated: bool) -> bool:
+    """Whether a large weight's tiles have a thread block for two of three multiprocessors at
+    least, and no more than one for each (large_tile in csrc)."""
+    outs, columns = weight.shape
+    if has_norms:
+        blocks = [-(-outs // of_block) for of_block in ((96, 128) if is_gated else (32, 48))]
+    else:
+        alone = -(-outs // 32)
+        blocks = [2 * alone, alone if columns <= MAX_COLUMNS_ALONE else 0]
     room = native.multiprocessors(x.device)
-    return 3 * room <= 4 * blocks <= 4 * room
+    return any(2 * room <= 3 * number <= 3 * room for number in blocks)
 
 
 def _runs_at_once(x: Tensor, weight: Tensor, has_norms: bool, is_gated: bool) -> bool:
