@@ -312,7 +312,7 @@ def kernel_times(executor: PyExecutor, steps: int = 20, top: int = 40) -> dict[s
             executor.step()
         if on_gpu:
             torch.cuda.synchronize(executor.device)
-    added = _added(p.events()) if on_gpu else {}
+    added = added_us(p.events()) if on_gpu else {}
     kernels: list[dict[str, Any]] = []
     for event in p.key_averages():
         total = event.device_time_total if on_gpu else event.self_cpu_time_total
@@ -334,7 +334,7 @@ def kernel_times(executor: PyExecutor, steps: int = 20, top: int = 40) -> dict[s
     }
 
 
-def _added(events: Iterable[Any]) -> dict[str, float]:
+def added_us(events: Iterable[Any]) -> dict[str, float]:
     """Returns what kernels of each name add, us."""
     added: dict[str, float] = {}
     kernels = (event for event in events if event.device_type == DeviceType.CUDA)

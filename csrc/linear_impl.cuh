@@ -25,9 +25,9 @@ constexpr int kMaxTileColumns = 16 << 10;  // a norm's weights rest in shared me
 // narrow one.
 constexpr int kFewRows = 16, kMaxFewRows = 48, kMaxSomeRows = 64, kMaxMoreRows = 96, kMaxManyRows = 192;
 constexpr int kMaxRowsBySixteen = 128;  // of a residual and few columns, in tiles of 16 rows
-// With 17 to 32 rows more columns were not measured. (Blocks that have all columns of more than these: with 20
-// rows of 4,096 cuBLAS took less.)
-constexpr int kMaxLargeColumns = 8192, kMaxColumnsAlone = 3584;
+// With 17 to 32 rows more columns were not measured. Blocks that have all columns, and those of 128 outputs,
+// lose with more than these (decision 029).
+constexpr int kMaxLargeColumns = 8192, kMaxColumnsAlone = 3584, kMaxColumnsOfWidest = 2048;
 constexpr int kMostAtRest = 9;  // steps of 16 rows and 16 outputs for which a thread has registers
 constexpr int kDeep = 1536, kDeeper = 2048, kWide = 2048, kFewOutputs = 256;
 constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear
@@ -148,7 +148,10 @@ struct TileShape {
 // Tiles of a large, deep weight and 17 to 32 rows whose blocks are neither too many nor too few; 0 outputs: none.
 template <Epilogue E, bool kNorm>
 TileShape large_tile(const LinearParams& p) {
-  if (E == Epilogue::kGated) return {fills(p, 32, 96, 1) ? 96 : fills(p, 32, 128, 1) ? 128 : 0, 1};
+  if (E == Epilogue::kGated) {
+    if (fills(p, 32, 96, 1)) return {96, 1};
+    return {p.k <= kMaxColumnsOfWidest && fills(p, 32, 128, 1) ? 128 : 0, 1};
+  }
   if (kNorm) return {fills(p, 32, 32, 1) ? 32 : fills(p, 32, 48, 1) ? 48 : 0, 1};
   if (fills(p, 32, 32, 2)) return {32, 2};
   return {p.k <= kMaxColumnsAlone && fills(p, 32, 32, 1) ? 32 : 0, 1};
@@ -216,13 +219,21 @@ cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
       if (runs_at_once(p, 80, 48, 1)) return launch_tile<T, E, kNorm, 5, 48, 5>(p, stream);
     }
   }
-  if constexpr (E != Epilogue::kNormedRope) {
-    const bool is_some = 5 * kStep < p.k && p.k <= kMostAtRest * kStep;
-    if (is_some && p.rows <= kFewRows && p.n <= 2 * kTile * multiprocessors()) {
-      return launch_tile<T, E, kNorm, 1, 16, kMostAtRest>(p, stream);
+  const int few_outputs = 3 * multiprocessors() / 4 * 32;  // as tiles of 32 they leave a GPU empty
+  if (5 * kStep < p.k && p.k <= kMostAtRest * kStep && p.rows <= 2 * kFewRows) {
+    const bool is_few = p.rows <= kFewRows;
+    if constexpr (E == Epilogue::kNormedRope) {
+      if (is_few && p.n < few_outputs) return launch_tile<T, E, kNorm, 1, 32, kMostAtRest>(p, stream);
+    } else {
+      const int most = is_few ? 2 * kTile * multiprocessors() : few_outputs;
+      if (p.n <= most) return launch_tile<T, E, kNorm, 1, 16, kMostAtRest, 1, true>(p, stream);
+    }
+    if constexpr (E == Epilogue::kGated) {  // two blocks on a multiprocessor
+      if (is_few && p.n <= 2 * 32 * multiprocessors()) return launch_tile<T, E, kNorm, 1, 32, 8>(p, stream);
+      if (is_few && p.n <= 2 * 48 * multiprocessors()) return launch_tile<T, E, kNorm, 1, 48, 5>(p, stream);
     }
   }
-  if (kFewRows < p.rows && p.rows <= 2 * kFewRows && 4 * blocks_of(p, 32, 32, 1) >= 3 * multiprocessors()) {
+  if (kFewRows < p.rows && p.rows <= 2 * kFewRows && p.n > few_outputs) {
     if constexpr (E == Epilogue::kGated) {
       if (runs_at_once(p, 32, 48, 1)) return launch_tile<T, E, kNorm, 2, 48, 6>(p, stream);
     }
@@ -269,6 +280,10 @@ cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
     if (is_narrow && values >= kLargeWeight) return launch_narrow<T, kNorm, false>(p, {}, stream);
   }
   const bool is_large = values >= kLargeWeight && p.k >= kDeeper && p.k <= kMaxLargeColumns;
+  if constexpr (kNorm && E == Epilogue::kGated) {
+    const bool is_some = p.rows <= kFewRows && p.k <= kMaxColumnsOfWidest && p.n % kTile == 0;
+    if (is_large && is_some && fills(p, 16, 96, 1)) return launch_tile<T, E, 1, 1, 96, 6>(p, stream);
+  }
   if constexpr (kNorm || E != Epilogue::kGated) {
     const bool is_some = p.rows > kMaxStreamRows && p.n % kTile == 0 && p.x1 == nullptr;
     const TileShape tile = is_large && is_some ? large_tile<E, kNorm>(p) : TileShape{0, 1};

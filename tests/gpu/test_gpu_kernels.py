@@ -179,8 +179,11 @@ def _most_rows(size: tuple[int, int], normed: bool, inputs: int = 1, is_gated: b
     is_narrow = is_tiled and size[0] <= fused.NARROW
     if values >= (fused.LARGE_NARROW if is_narrow else fused.LARGE):
         is_deep = size[0] >= 2048 and inputs == 1
-        blocks = -(-size[1] // (96 if is_gated else 32)) * (1 if normed else 2)
-        if is_deep and size[0] <= 6144 and is_tiled and 99 <= blocks <= 132:
+        in_32 = -(-size[1] // 32)
+        blocks = [in_32, -(-size[1] // 48)] if normed else [2 * in_32, in_32 * (size[0] <= 3584)]
+        if is_gated:
+            blocks = [-(-size[1] // 96), -(-size[1] // 128) * (size[0] <= 2048)]
+        if is_deep and size[0] <= 8192 and is_tiled and any(88 <= n <= 132 for n in blocks):
             return 32
         few, many = ((n << 10) // (2 * size[0] + 64) if normed else 16 for n in (104, 140))
         return min(16, many) if is_deep and many > 8 else min(8, few)
@@ -236,7 +239,10 @@ def test_a_row_of_two_inputs_does_not_depend_on_the_others() -> None:
         (2560, 1024),
         (2048, 4096),
         (2048, 12288),
+        (2048, 16384),
         (1024, 6144),
+        (896, 9728),
+        (1152, 13824),
     ],
 )
 @pytest.mark.parametrize("bias", [False, True])
@@ -388,6 +394,12 @@ def test_rope_behind_norms_of_heads(
         (2592, 528),
         (1024, 6144),
         (1536, 896),
+        (960, 1600),
+        (1152, 1536),
+        (4096, 6144),
+        (2048, 3072),
+        (3072, 3072),
+        (8192, 2048),
     ],
 )
 def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
@@ -395,12 +407,14 @@ def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
     layer, norm = _linear(*size, torch.bfloat16), _norm(size[0], torch.bfloat16)
     for norms in ((norm,), ()):
         most, few = _most_rows(size, bool(norms)), 0
-        if size[0] >= 1536 and not norms:  # up to `few` rows a cluster of four divides the columns
+        if size[0] * size[1] >= fused.LARGE and most > 16:  # they are tiles above
+            few = 16
+        elif (
+            size[0] >= 1536 and not norms
+        ):  # up to `few` rows a cluster of four divides the columns
             processors = torch.cuda.get_device_properties(0).multi_processor_count
             fits = -(-size[1] // 32) * 6 <= processors
             few = 48 if size[0] >= 2048 and not fits else 16  # with `fits` more have another one
-            if size[0] * size[1] >= fused.LARGE:
-                few = 16
         x, ends = _random(most, size[0]), [few, most] if 0 < few < most else [most]
         for first, last in zip([1, few + 1], ends, strict=False):
             together = fused.linear((x[:last],), layer, norms)
@@ -408,13 +422,25 @@ def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
                 assert torch.equal(fused.linear((x[:rows],), layer, norms), together[:rows])
 
 
-def test_a_gated_row_does_not_depend_on_the_others() -> None:
-    """SmolLM2's gate and up: five sizes of tiles, up to 160 rows."""
-    layer, norm = _linear(576, 3072, torch.bfloat16), _norm(576, torch.bfloat16)
-    x, between = _random(160, 576), GateAndMul(is_gelu=False)
+@pytest.mark.parametrize(
+    ("size", "most"),
+    [
+        ((576, 3072), 160),
+        ((960, 5120), 48),
+        ((896, 9728), 28),
+        ((1024, 6144), 39),
+        ((2048, 12288), 32),
+    ],
+)
+def test_a_gated_row_does_not_depend_on_the_others(size: tuple[int, int], most: int) -> None:
+    """Five sizes of tiles for SmolLM2's gate and up; of other shapes those of up to 32 rows."""
+    layer, norm = _linear(*size, torch.bfloat16), _norm(size[0], torch.bfloat16)
+    assert most <= _most_rows(size, True, is_gated=True)
+    x, between = _random(most, size[0]), GateAndMul(is_gelu=False)
     together = fused.gated(x, layer, norm, between)
-    for rows in (1, 16, 17, 48, 49, 64, 65, 96, 97, 128, 129, 159):
-        assert torch.equal(fused.gated(x[:rows], layer, norm, between), together[:rows])
+    for rows in (1, 16, 17, 31, 48, 49, 64, 65, 96, 97, 128, 129, 159):
+        if rows < most:
+            assert torch.equal(fused.gated(x[:rows], layer, norm, between), together[:rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.autograd import DeviceType
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
 FORCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
@@ -107,6 +109,27 @@ def test_profile_lists_what_runs(bench: Bench) -> None:
     assert all(kernel["us_per_step"] > 0 and kernel["per_step"] > 0 for kernel in kernels)
     total = row["profile"]["kernel_ms"] + row["profile"]["gap_ms"]
     assert total == pytest.approx(row["step_ms"]) and "mean us" in text
+
+
+def test_what_a_kernel_adds_is_after_those_that_ended_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from step_timing import added_us
+
+    def event(key: str, start: float, end: float, on: DeviceType = DeviceType.CUDA) -> object:
+        return SimpleNamespace(
+            key=key, device_type=on, time_range=SimpleNamespace(start=start, end=end)
+        )
+
+    events = [
+        event("b", 2, 14),  # starts while a runs
+        event("a", 0, 10),
+        event("c", 11, 13),  # within b
+        event("launch", 0, 99, DeviceType.CPU),
+        event("a", 20, 26),  # behind a pause
+    ]
+    assert added_us(events) == {"a": 10 + 6, "c": 2, "b": 1}
 
 
 @pytest.mark.parametrize(

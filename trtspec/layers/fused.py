@@ -66,9 +66,11 @@ MAX_AT_ONCE_COLUMNS, LEAST_WIDE = 640, 2048
 """Columns that all are on their way at once, and outputs of a wide weight with a norm."""
 LEAST_DEEP_COLUMNS, MAX_DEEP_COLUMNS, MAX_ROWS_OF_FEW_OUTS = 1536, 3072, 192
 """Of a weight without a norm whose columns a cluster divides. More were not measured."""
-MAX_ROWS_OF_FILLING, MAX_COLUMNS_OF_FILLING, MAX_COLUMNS_ALONE = 32, 8192, 3584
+MAX_ROWS_OF_FILLING, MAX_COLUMNS_OF_FILLING = 32, 8192
 """More rows of a deep weight of `LARGE` values, of one input, whose blocks fill the GPU. More
-columns were not measured. Without a norm a block has all of at most `MAX_COLUMNS_ALONE`."""
+columns were not measured."""
+MAX_COLUMNS_ALONE, MAX_COLUMNS_OF_WIDEST = 3584, 2048
+"""Of blocks that have all columns, without a norm, and of the widest."""
 MAX_NORMED_BYTES, MAX_NORMED_BYTES_OF_DEEP = 104 << 10, 140 << 10
 """Of normed rows of a large weight (kMaxResident… in csrc/linear_impl.cuh)."""
 MAX_ROWS_OF_FP8 = 8
@@ -451,7 +453,7 @@ def _is_narrow(weight: Tensor, inputs: Rows) -> bool:
 
 def _reads_floats(weight: Tensor, inputs: Rows, has_norms: bool, is_gated: bool) -> bool:
     """Whether a kernel for weights in 16 bits takes these rows, and is the fastest."""
-    rows, (outs, columns), values = inputs[0].shape[0], weight.shape, weight.numel()
+    rows, columns, values = inputs[0].shape[0], weight.shape[1], weight.numel()
     if is_gated and not has_norms and rows > MAX_ROWS_OF_DEEP:
         return False  # csrc's choice of tiles has none of these
     is_tiled = _takes_tiles(weight, len(inputs), has_norms)
@@ -473,8 +475,10 @@ def _fills(x: Tensor, weight: Tensor, has_norms: bool, is_gated: bool) -> bool:
     """Whether a large weight's tiles have a thread block for two of three multiprocessors at
     least, and no more than one for each (large_tile in csrc)."""
     outs, columns = weight.shape
-    if has_norms:
-        blocks = [-(-outs // of_block) for of_block in ((96, 128) if is_gated else (32, 48))]
+    if is_gated:
+        blocks = [-(-outs // 96), -(-outs // 128) if columns <= MAX_COLUMNS_OF_WIDEST else 0]
+    elif has_norms:
+        blocks = [-(-outs // 32), -(-outs // 48)]
     else:
         alone = -(-outs // 32)
         blocks = [2 * alone, alone if columns <= MAX_COLUMNS_ALONE else 0]
