@@ -219,21 +219,21 @@ cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
       if (runs_at_once(p, 80, 48, 1)) return launch_tile<T, E, kNorm, 5, 48, 5>(p, stream);
     }
   }
-  const int few_outputs = 3 * multiprocessors() / 4 * 32;  // as tiles of 32 they leave a GPU empty
-  if (5 * kStep < p.k && p.k <= kMostAtRest * kStep && p.rows <= 2 * kFewRows) {
-    const bool is_few = p.rows <= kFewRows;
+  if (5 * kStep < p.k && p.k <= kMostAtRest * kStep) {
+    const auto at_most_two = [&](int outs) { return blocks_of(p, 16, outs, 1) <= 2 * multiprocessors(); };
     if constexpr (E == Epilogue::kNormedRope) {
-      if (is_few && p.n < few_outputs) return launch_tile<T, E, kNorm, 1, 32, kMostAtRest>(p, stream);
-    } else {
-      const int most = is_few ? 2 * kTile * multiprocessors() : few_outputs;
-      if (p.n <= most) return launch_tile<T, E, kNorm, 1, 16, kMostAtRest, 1, true>(p, stream);
+      const bool is_some = p.rows <= kFewRows && runs_at_once(p, 16, 32, 1) && !fills(p, 16, 32, 1);
+      if (is_some) return launch_tile<T, E, kNorm, 1, 32, kMostAtRest>(p, stream);
+    } else if (p.rows <= kMaxSomeRows && at_most_two(16)) {
+      return launch_tile<T, E, kNorm, 1, 16, kMostAtRest, 1, true>(p, stream);
     }
-    if constexpr (E == Epilogue::kGated) {  // two blocks on a multiprocessor
-      if (is_few && p.n <= 2 * 32 * multiprocessors()) return launch_tile<T, E, kNorm, 1, 32, 8>(p, stream);
-      if (is_few && p.n <= 2 * 48 * multiprocessors()) return launch_tile<T, E, kNorm, 1, 48, 5>(p, stream);
+    if constexpr (E == Epilogue::kGated) {
+      if (p.rows <= kFewRows && at_most_two(32)) return launch_tile<T, E, kNorm, 1, 32, 8>(p, stream);
+      if (p.rows <= kFewRows && at_most_two(48)) return launch_tile<T, E, kNorm, 1, 48, 5>(p, stream);
     }
   }
-  if (kFewRows < p.rows && p.rows <= 2 * kFewRows && p.n > few_outputs) {
+  const bool is_wide = 4 * blocks_of(p, 32, 32, 1) >= 3 * multiprocessors();
+  if (kFewRows < p.rows && p.rows <= 2 * kFewRows && is_wide) {
     if constexpr (E == Epilogue::kGated) {
       if (runs_at_once(p, 32, 48, 1)) return launch_tile<T, E, kNorm, 2, 48, 6>(p, stream);
     }

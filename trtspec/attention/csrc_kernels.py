@@ -42,8 +42,8 @@ FEW_GROUPS, MOST_PARTS, LEAST_PART = 8, 12, 2
 parts of all groups at most, rows of a part at least."""
 PARTED_GROUPS = 17, 32
 """Groups of heads of 128 whose rows are parted, at least and at most."""
-WIDE_GROUPS = {8: 16, 4: 33, 2: 66}
-"""Thread blocks of a group, and the most groups."""
+WIDE_GROUPS = {8: 16, 4: 24, 2: 66}
+"""Thread blocks of a group, and the most groups. (32 clusters of four have no room at once.)"""
 MANY_GROUPS = 64  # these have two blocks each at most: with more, Triton's kernels are faster
 WIDE = 256
 """Heads of which four warps have room for keys, in place of eight."""
