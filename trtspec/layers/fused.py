@@ -265,9 +265,8 @@ def gated_mlp(
         copy_to: as of `linear`.
     """
     residual, is_swiglu = hidden if adds else None, not between.is_gelu and between.limit is None
-    norms: Norms = () if norm is None else (norm,)
     if not (is_swiglu and _multiplies_codes(gate_up) and _multiplies_codes(down)) or (
-        _kernels((hidden,), gate_up, norms, is_gated=True) is not None
+        norm is None or _kernels((hidden,), gate_up, (norm,), is_gated=True) is not None
     ):
         inner = gated(hidden, gate_up, norm, between)
         return linear((inner,), down, residual=residual, in_place=adds, copy_to=copy_to)
@@ -289,6 +288,8 @@ def gated(x: Tensor, layer: Linear, norm: RMSNorm | None, between: GateAndMul) -
     norms: Norms = () if norm is None else (norm,)
     kernels = _kernels((x,), layer, norms, is_gated=True) if between.limit is None else None
     is_served = not between.is_gelu or layer.fp8 is None  # gelu of FP8 products was not measured
+    if not norms:  # as EXAONE-4's; what else csrc has without a norm was not measured
+        is_served = layer.fp8 is None and x.dtype == torch.bfloat16
     if kernels is None or layer.out_features % 16 or not is_served:
         return between(linear((x,), layer, norms))
     out = x.new_empty(x.shape[0], layer.out_features // 2)
@@ -454,8 +455,8 @@ def _is_narrow(weight: Tensor, inputs: Rows) -> bool:
 def _reads_floats(weight: Tensor, inputs: Rows, has_norms: bool, is_gated: bool) -> bool:
     """Whether a kernel for weights in 16 bits takes these rows, and is the fastest."""
     rows, columns, values = inputs[0].shape[0], weight.shape[1], weight.numel()
-    if is_gated and not has_norms and rows > MAX_ROWS_OF_DEEP:
-        return False  # csrc's choice of tiles has none of these
+    if is_gated and not has_norms and (rows > MAX_ROWS_OF_DEEP or values < LARGE):
+        return False
     is_tiled = _takes_tiles(weight, len(inputs), has_norms)
     if values >= _least_large(weight, len(inputs), has_norms):
         is_few, is_deep = rows <= MAX_ROWS_OF_LARGE, columns >= DEEP and len(inputs) == 1
