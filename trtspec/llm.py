@@ -337,11 +337,11 @@ class RequestStream(Iterator[RequestOutput]):
 
 @contextmanager
 def _saying_which(number: int, count: int) -> Iterator[None]:
-    """Adds the prompt's number to a RequestError, if there are several prompts."""
+    """Adds the prompt's number, from 1 on, to a RequestError, if there are several prompts."""
     try:
         yield
     except RequestError as error:
-        which = f"prompt {number} of {count}: " if count > 1 else ""
+        which = f"prompt {number + 1} of {count}: " if count > 1 else ""
         raise RequestError(f"{which}{error}") from None
 
 

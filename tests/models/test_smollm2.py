@@ -296,7 +296,7 @@ def test_bad_text_requests(llm: LLM) -> None:
     assert llm.apply_chat_template([{"role": "user", "content": parts}]) == llm.apply_chat_template(
         [{"role": "user", "content": "Say hi."}]
     )
-    with pytest.raises(RequestError, match="prompt 1 of 2: The prompt is empty"):
+    with pytest.raises(RequestError, match="prompt 2 of 2: The prompt is empty"):
         llm.generate(["a", ""])
     with pytest.raises(RequestError, match="max_tokens=0"):
         SamplingParams(max_tokens=0)

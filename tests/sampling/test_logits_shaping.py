@@ -187,6 +187,10 @@ def test_no_end_before_min_tokens(tmp_path: Path) -> None:
         ids = output.token_ids
         assert not {2, 40} & set(ids[:least])
         assert len(ids) == min(least + 1, 12) and (least == 12 or ids[-1] == 2)
+    base |= {"ignore_eos": True, "stop_token_ids": None}
+    for least in (0, 7):  # the model's is held back as in vLLM, though it then ends nothing
+        ids = llm.generate([5, 6], SamplingParams(min_tokens=least, **base)).outputs[0].token_ids
+        assert ids == [40] * least + [2] * (12 - least)
 
 
 def test_a_slot_forgets_its_last_request(folder: Path) -> None:

@@ -422,6 +422,6 @@ def test_n_where_it_cannot_be(folder: Path) -> None:
     params = SamplingParams(n=2, temperature=1.0, max_tokens=2)
     with pytest.raises(RequestError, match="queue n requests"):
         next(iter(llm.generate_stream([1, 2], params)))
-    with pytest.raises(RequestError, match=r"prompt 1 of 2: .*logit_bias"):  # nothing was started
+    with pytest.raises(RequestError, match=r"prompt 2 of 2: .*logit_bias"):  # nothing was started
         llm.generate([[1], [2]], [params, SamplingParams(logit_bias={VOCAB: 1.0})])
     assert not llm.executor.has_work

@@ -163,7 +163,8 @@ def assert_named(
     columns = zip(ids, known.token_logprobs, known.top_logprobs, wanted, strict=True)
     for token, own, top, entry in [*columns][1:]:
         assert own == pytest.approx(entry[token].logprob, abs=1e-4)
-        assert len(top) == count
+        likeliest = sorted(entry, key=lambda other: entry[other].rank)[:count]
+        assert top.keys() == {names[other] for other in (*likeliest, token)}
         for name, logprob in top.items():
             assert logprob == pytest.approx(entry[names.index(name)].logprob, abs=1e-4)
 
@@ -255,7 +256,7 @@ def test_prompt_logprobs_as_vllm_has_them(client: openai.OpenAI, reference: LLM)
                     "logprob": logprob, "rank": one.rank, "decoded_token": names[token]
                 }  # fmt: skip
     assert chat.choices[0].message.content == reference.chat(MESSAGES, greedy(30)).outputs[0].text
-    assert all(len(top) == 1 for top in texts.choices[0].logprobs.top_logprobs[1:])
+    assert all(len(top) in (1, 2) for top in texts.choices[0].logprobs.top_logprobs[1:])
     assert not hasattr(ask(client), "prompt_logprobs")
 
 

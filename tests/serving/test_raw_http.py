@@ -129,6 +129,8 @@ def test_what_is_not_json(served: Served, body: bytes) -> None:
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 1000}}, "logit_bias"),
         ({"logit_bias": {"5000": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+        ({"store": 0}, "store"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a"] * 4}, "prompt"),

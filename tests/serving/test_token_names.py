@@ -89,14 +89,26 @@ def test_two_tokens_of_one_text_are_two_entries() -> None:
     names = TokenNames(FALLBACK)
     a, byte = PIECES.index("a"), PIECES.index("<0x61>")
     known = {byte: Logprob(-0.5, 1), a: Logprob(-1.0, 2), 1: Logprob(-2.0, 3)}
-    assert logprobs_by_text(names, known, 3) == {"a": -0.5, f"token_id:{a}": -1.0, " the": -2.0}
-    assert logprobs_by_text(names, known, 1) == {"a": -0.5}
+    both = {"a": -0.5, f"token_id:{a}": -1.0, " the": -2.0}
+    assert logprobs_by_text(names, known, 3, byte) == both
+    assert logprobs_by_text(names, known, 3, 1) == both
+    assert logprobs_by_text(names, known, 1, byte) == {"a": -0.5}
+    chosen = {f"token_id:{byte}": -0.5, "a": -1.0}  # by the name that `tokens` has
+    assert logprobs_by_text(names, known, 2, a) == chosen
+
+
+def test_a_chosen_token_is_there_beside_likelier_ones() -> None:
+    names = TokenNames(FALLBACK)
+    known = {PIECES.index("a"): Logprob(-0.5, 1), 1: Logprob(-2.0, 9)}
+    assert logprobs_by_text(names, known, 1, 1) == {"a": -0.5, " the": -2.0}
+    assert logprobs_by_text(names, known, 0, 1) == {" the": -2.0}
 
 
 def test_what_cannot_come_has_a_number_too() -> None:
     """JSON has no infinity."""
     known = {PIECES.index("a"): Logprob(float("-inf"), 1)}
-    assert logprobs_by_text(TokenNames(FALLBACK), known, 1) == {"a": LEAST_LOGPROB}
+    a = PIECES.index("a")
+    assert logprobs_by_text(TokenNames(FALLBACK), known, 1, a) == {"a": LEAST_LOGPROB}
 
 
 def test_texts_of_tokens_have_what_an_end_inside_a_character_leaves() -> None:

@@ -48,7 +48,8 @@ class SamplingParams(NamesFields):
             without a space before it. At most 64, of 8 tokens each. (Other tokens may spell the
             same text.)
         min_tokens: number of output tokens before which no end token is chosen, neither the model's
-            nor one of `stop_token_ids`; <= max_tokens. `stop` strings end the output all the same.
+            nor one of `stop_token_ids`, with `ignore_eos` too; <= max_tokens. `stop` strings end
+            the output all the same.
         seed: the same request and seed give the same tokens, whatever shares the batch. Under
             acceptance="rejection" and "block" that holds while the draft length stays the same
             (`max_concurrency`, `runtime_draft_len`). None draws a seed, so that unseeded requests

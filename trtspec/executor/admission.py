@@ -29,6 +29,12 @@ def end_ids(params: SamplingParams, model: DecoderConfig) -> frozenset[int]:
     return params.ends(model.eos_token_ids)
 
 
+def held_back(params: SamplingParams, model: DecoderConfig) -> frozenset[int]:
+    """Returns the tokens that `min_tokens` holds back: those that end an output, and as in vLLM the
+    model's end tokens with `ignore_eos`, too."""
+    return end_ids(params, model) | frozenset(model.eos_token_ids)
+
+
 def check_salt(cache_salt: object) -> None:
     """Raises RequestError unless it is text or None."""
     if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
@@ -104,7 +110,7 @@ class Admission:
             raise RequestError(
                 f"SamplingParams.bad_token_ids has all {vocab} tokens: nothing could come out."
             )
-        count = sum(token < vocab for token in end_ids(params, self.target.config))
+        count = sum(token < vocab for token in held_back(params, self.target.config))
         if params.min_tokens and count > MAX_ENDS:
             raise RequestError(
                 f"SamplingParams.min_tokens={params.min_tokens} with {count} end tokens: at most "

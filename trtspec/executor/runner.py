@@ -28,7 +28,7 @@ from ..state.slots import SlotState
 from ..utils import rows_to_tensor
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftModel, EndedText, LanguageModel
-from .admission import end_ids
+from .admission import held_back
 from .cuda_graphs.context_inputs import deal_out
 from .cuda_graphs.graphs import CudaGraphs
 from .device_step import DeviceStep, PartialLaunch
@@ -124,7 +124,7 @@ class StepRunner:
         if step.state.logits is not None:
             step.state.logits.admit(
                 request.slot, params, request.prompt_token_ids, request.output_token_ids,
-                sorted(end_ids(params, step.target.config)),
+                sorted(held_back(params, step.target.config)),
             )  # fmt: skip
         step.worker.admit(
             step.state.worker, request.slot, request.token_ids, len(request.prompt_token_ids)

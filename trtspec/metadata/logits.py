@@ -59,14 +59,14 @@ class LogitsState:
         params: Any,
         prompt: Sequence[int],
         output: Sequence[int],
-        end_ids: Sequence[int],
+        held_back: Sequence[int],
     ) -> None:
         """Writes what a request asks of its logits to `slot`. A preempted request has output.
 
         A request that asks for nothing clears what the slot's last request asked for.
 
         Args:
-            params: its SamplingParams. end_ids: the tokens that end it, at most MAX_ENDS of them in
+            params: its SamplingParams. held_back: by `min_tokens`, at most MAX_ENDS of them in
                 the vocabulary.
         """
         if not params.shapes_logits and slot not in self.shaped_slots:
@@ -88,7 +88,7 @@ class LogitsState:
         self.penalties[slot] = rows_to_tensor(penalties, torch.float32, device)
         min_p = torch.tensor([params.min_p]).log()
         self.log_min_p[slot : slot + 1] = to_device(min_p, device)
-        ends = [token for token in end_ids if token < vocab] if params.min_tokens else []
+        ends = [token for token in held_back if token < vocab] if params.min_tokens else []
         ends += [-1] * (MAX_ENDS - len(ends))
         self.ends[slot] = rows_to_tensor(ends, torch.int64, device)
         first = min(len(prompt) + params.min_tokens, torch.iinfo(torch.int64).max)

@@ -54,15 +54,21 @@ def _entry(name: TokenName, known: Logprob) -> Json:
     return {"token": name.text, "logprob": finite(known.logprob), "bytes": name.bytes}
 
 
-def logprobs_by_text(names: TokenNames, known: dict[int, Logprob], count: int) -> dict[str, float]:
-    """Returns an entry of `choices[].logprobs.top_logprobs` of completions.
+def logprobs_by_text(
+    names: TokenNames, known: dict[int, Logprob], count: int, token: int
+) -> dict[str, float]:
+    """Returns an entry of `choices[].logprobs.top_logprobs` of completions: of the `count`
+    likeliest tokens, and of `token` itself.
 
-    Its keys are texts. Where two tokens have the same, the less likely one is `token_id:7`.
+    Its keys are texts. Where two tokens have the same, it is the one of `token`, or else of the
+    likelier one. The other is `token_id:7`.
     """
     top: dict[str, float] = {}
-    for token, logprob in top_of(known, count):
-        text = names[token].text
-        top[f"token_id:{token}" if text in top else text] = finite(logprob.logprob)
+    own = names[token].text
+    for other, logprob in {**dict(top_of(known, count)), token: known[token]}.items():
+        text = names[other].text
+        is_taken = text in top or (text == own and other != token)
+        top[f"token_id:{other}" if is_taken else text] = finite(logprob.logprob)
     return top
 
 

@@ -140,7 +140,8 @@ class LogprobsWriter:
         for token, known in zip(token_ids, logprobs, strict=False):
             entries["tokens"].append(names[token].text)
             entries["token_logprobs"].append(known and finite(known[token].logprob))
-            entries["top_logprobs"].append(known and logprobs_by_text(names, known, self._count))
+            top = known and logprobs_by_text(names, known, self._count, token)
+            entries["top_logprobs"].append(top)
             entries["text_offset"].append(self._offset)
             self._offset += len(self._texts.add(token))
         return entries

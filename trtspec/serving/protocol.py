@@ -195,6 +195,11 @@ class DetokenizeRequest(_Model):
     tokens: list[int]
 
 
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Whether they are equal. To Python 0 and false are, too."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
 def parse(model: type[M], body: bytes) -> M:
     """Returns a request. Fields that are null count as left out.
 
@@ -210,7 +215,7 @@ def parse(model: type[M], body: bytes) -> M:
     fields = {
         name: value
         for name, value in given.items()
-        if not (name in NEUTRAL and value in NEUTRAL[name])
+        if not any(_is_same(value, neutral) for neutral in NEUTRAL.get(name, ()))
     }
     try:
         return model.model_validate(fields)

@@ -128,6 +128,8 @@ def _logit_bias(request: GenerationRequest) -> dict[int, float] | None:
     for token, value in (request.logit_bias or {}).items():
         if not (token.isascii() and token.isdecimal() and len(token) < 10):
             raise refused("logit_bias", f"'logit_bias' has {shown(token)}, which is no token id.")
+        if int(token) in bias:
+            raise refused("logit_bias", f"'logit_bias' has token {int(token)} twice: give it once.")
         bias[int(token)] = value
     return bias or None
 
