@@ -1,5 +1,5 @@
-// The launcher of the linear kernels for one element type; linear_*.cu instantiate it, one each, so
-// that they compile side by side.
+// The launcher of the linear kernels for one element type. linear_*.cu instantiate it, those of bf16 an epilogue
+// or two each, so that they compile side by side.
 #pragma once
 
 #include <algorithm>

@@ -94,7 +94,7 @@ def build(architecture: str) -> Path:
     library = directory / "trtspec_kernels.so"
     if library.exists():
         return library
-    logger.info("Compiling the CUDA kernels, once: some 20 s.")
+    logger.info("Compiling the CUDA kernels, once: 100 s with two cores.")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         # Built aside and moved, so that no process finds an unfinished library.

@@ -125,6 +125,15 @@ def test_a_perfect_draft_model_is_always_accepted(target_dir: Path, k: int, over
         assert output.spec_stats.num_steps == 6
 
 
+def test_a_draft_model_with_fewer_positions(target_dir: Path, tmp_path: Path) -> None:
+    """It sets the default length. A length that was asked for is not cut without a word."""
+    draft_dir = tiny_model_dir(tmp_path, max_position_embeddings=64)
+    drafts = DraftTargetDecodingConfig(max_draft_len=2, speculative_model=draft_dir)
+    assert LLM(target_dir, drafts, device="cpu").executor.config.max_seq_len == 64
+    with pytest.raises(ConfigError, match="max_seq_len=65: the draft model has 64 positions"):
+        LLM(target_dir, drafts, device="cpu", max_seq_len=65)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_draft_model_runs_as_often_as_it_drafts(target_dir: Path, overlap: bool) -> None:
     """Once at least, for its KV. Drafting for itself, every draft is accepted whatever K was."""

@@ -169,6 +169,29 @@ def test_a_config_that_does_not_say_whether_weights_are_shared(tmp_path: Path) -
     assert not load_config(tmp_path).tie_word_embeddings
 
 
+@pytest.mark.parametrize(
+    ("model_type", "inner", "outer", "tied"),
+    [
+        ("qwen2_5_vl", True, False, True), ("qwen2_vl", True, False, True),
+        ("qwen2_5_vl", False, True, True), ("qwen2_5_vl", False, False, False),
+        ("gemma3", True, False, False), ("gemma3", False, True, True),
+    ],
+)  # fmt: skip
+def test_which_config_of_two_says_that_weights_are_shared(
+    tmp_path: Path, model_type: str, inner: bool, outer: bool, tied: bool
+) -> None:
+    """Both of a model with images have the field. transformers' own class is asked, too."""
+    text = {
+        "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 8,
+        "tie_word_embeddings": inner,
+    }  # fmt: skip
+    raw = {"model_type": model_type, "text_config": text, "tie_word_embeddings": outer}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert load_config(tmp_path).tie_word_embeddings == tied
+    assert AutoConfig.from_pretrained(tmp_path).tie_word_embeddings == tied
+
+
 @pytest.mark.parametrize("change", ["sliding_window", "rope", "eps"])
 def test_the_comparison_notices_config(tmp_path: Path, change: str) -> None:
     """What one config field does to the logits is far above the tolerance used above."""

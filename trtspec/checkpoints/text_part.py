@@ -26,6 +26,8 @@ TEXT_TYPES = {
 }
 """`model_type` of the whole -> of its text model."""
 
+_TIED_BY_EITHER = "qwen2_vl", "qwen2_5_vl"
+"""Of which transformers ties a text model where its own config says so, whatever the whole's says."""
 _OF_BOTH = (
     "dtype",
     "torch_dtype",
@@ -60,6 +62,8 @@ def text_config(raw: dict[str, Any], where: Path) -> dict[str, Any]:
             "there, as an object. Copy the file again from the model's source."
         )
     outer = {name: raw[name] for name in _OF_BOTH if raw.get(name) is not None}
+    if model_type in _TIED_BY_EITHER and inner.get("tie_word_embeddings") is True:
+        outer["tie_word_embeddings"] = True
     return {"model_type": TEXT_TYPES[model_type], **inner, **outer, "is_text_part": True}
 
 

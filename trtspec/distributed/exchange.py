@@ -46,7 +46,7 @@ class Exchange:
         self.handle = torch.tensor(
             [rank, self.size, PART_BYTES // PACKET, self.state.data_ptr(), *pointers]
         )
-        """What kernels take, [4 + size] int64 on the host (`peers_of` in csrc/bindings.cu)."""
+        """What kernels take, [4 + size] int64 on the host (`peers_of` in csrc/bindings_step.cu)."""
 
     @staticmethod
     def takes(x: Tensor) -> bool:

@@ -462,6 +462,11 @@ def _sequence_length(asked: int | None, configs: list[DecoderConfig]) -> int:
         )
     for config in configs[1:]:
         if config.max_position_embeddings < length:
+            if asked is not None:
+                raise ConfigError(
+                    f"max_seq_len={asked}: the draft model has {config.max_position_embeddings} "
+                    "positions. Lower it to that, or take another draft model."
+                )
             logger.warning(
                 "The draft model has %d positions: max_seq_len is lowered from %d to that.",
                 config.max_position_embeddings,
