@@ -27,7 +27,7 @@ TEXT_TYPES = {
 """`model_type` of the whole -> of its text model."""
 
 _TIED_BY_EITHER = "qwen2_vl", "qwen2_5_vl"
-"""Of which transformers ties a text model where its own config says so, whatever the whole's says."""
+"""transformers ties a text model of these where its own config says so, whatever the other does."""
 _OF_BOTH = (
     "dtype",
     "torch_dtype",
