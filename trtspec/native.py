@@ -7,6 +7,7 @@ They are loaded through apache-tvm-ffi.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib
 import logging
@@ -14,7 +15,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -94,21 +95,26 @@ def build(architecture: str) -> Path:
     library = directory / "trtspec_kernels.so"
     if library.exists():
         return library
-    logger.info("Compiling the CUDA kernels, once: 100 s with two cores.")
+    if torch.version.cuda is None:
+        logger.warning("This torch has no CUDA: one that has does not find kernels built here.")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Built aside and moved, so that no process finds an unfinished library.
-        with (
-            _environment(TVM_FFI_CUDA_ARCH_LIST=architecture, CUDA_HOME=_cuda_home()),
-            TemporaryDirectory(dir=directory) as aside,
-        ):
-            built = ffi.build(
-                "trtspec_kernels",
-                cuda_files=[str(path) for path in sources],
-                extra_include_paths=[str(root / "include")],
-                build_directory=aside,
-            )
-            os.replace(built, library)
+        with _alone(directory):
+            if library.exists():
+                return library
+            logger.info("Compiling the CUDA kernels, once: 100 s with two cores.")
+            # Built aside and moved, so that no process finds an unfinished library.
+            with (
+                _environment(TVM_FFI_CUDA_ARCH_LIST=architecture, CUDA_HOME=_cuda_home()),
+                TemporaryDirectory(dir=directory) as aside,
+            ):
+                built = ffi.build(
+                    "trtspec_kernels",
+                    cuda_files=[str(path) for path in sources],
+                    extra_include_paths=[str(root / "include")],
+                    build_directory=aside,
+                )
+                os.replace(built, library)
     except OSError as error:
         raise ConfigError(
             f"The CUDA kernels could not be built in {directory} ({error}): set TRTSPEC_CACHE to a "
@@ -119,6 +125,15 @@ def build(architecture: str) -> Path:
             f"nvcc could not build the CUDA kernels: {str(error).strip()[-2000:]}"
         ) from error
     return library
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """One process at a time, where the file system knows locks. Others wait for its library."""
+    with open(directory / "lock", "w") as lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _cuda_home() -> str:

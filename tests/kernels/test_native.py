@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,25 @@ def test_the_kernels_compile_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     made = library.stat().st_mtime_ns
     assert native.build("9.0a") == library and library.stat().st_mtime_ns == made
     _update_empty_windows(importlib.import_module("tvm_ffi").load_module(str(library)))
+
+
+def test_processes_that_start_together_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the ranks of an engine do. (Threads have a lock each, as processes do.)"""
+    ffi = pytest.importorskip("tvm_ffi.cpp", reason="needs apache-tvm-ffi")
+    builds = []
+
+    def build(name: str, *, build_directory: str, **_: object) -> str:
+        builds.append(name)
+        time.sleep(0.3)
+        made = Path(build_directory, f"{name}.so")
+        made.write_bytes(b"made")
+        return str(made)
+
+    monkeypatch.setattr(ffi, "build", build)
+    monkeypatch.setattr(native, "_cuda_home", lambda: "/")
+    with ThreadPoolExecutor(3) as pool:
+        libraries = {*pool.map(native.build, ["9.0a"] * 3)}
+    assert [library.read_bytes() for library in libraries] == [b"made"] and len(builds) == 1
 
 
 def _update_empty_windows(kernels: Any) -> None:
