@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtspec.frontend.marked_tokenizer import keep_markers
-from trtspec.serving.chat import ChatEndpoint
+from trtspec.frontend.outputs import Piece
+from trtspec.serving.chat import ChatEndpoint, Choice
 from trtspec.serving.tool_calls import Content, ToolCallDelta, ToolCallParser
 from trtspec.serving.tool_formats import (
     ARGUMENT_TAGS,
@@ -104,9 +105,12 @@ def written(form: Format, calls: list[tuple[str, dict[str, Any]]]) -> str:
     return "\n".join(texts)
 
 
-def parsed(form: Format, pieces: list[str], tools: list[Any] | None = None) -> Result:
+def parsed(
+    form: Format, pieces: list[str], tools: list[Any] | None = None, is_cut: bool = False
+) -> Result:
     parser = ToolCallParser(form, tools or [])
-    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    events += parser.finish(is_cut)
     text = "".join(e.text for e in events if isinstance(e, Content))
     deltas = [e for e in events if isinstance(e, ToolCallDelta)]
     assert [delta.index for delta in deltas] == list(range(len(deltas)))
@@ -253,6 +257,36 @@ def test_a_last_call_without_its_end_marker_counts(form: Format) -> None:
     for marker in (*form.wrappers, *form.inner[:1]):
         text = text.rstrip().removesuffix(marker)
     assert parsed(form, [text]) == ("", calls)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.name)
+def test_a_call_that_the_token_limit_cuts_is_text(form: Format) -> None:
+    """Not a call with some of its arguments, or of a function whose name begins like its own."""
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+        for name in ("delete", "delete_old")
+    ]
+    calls = [("delete", {"path": "/a b"}), ("delete_old", {"path": "/c", "keep": "d"})]
+    text = written(form, calls)
+    numbers = []
+    for end in range(len(text)):
+        said, found = parsed(form, [text[:end]], tools, is_cut=True)
+        assert found == calls[: len(found)], text[:end]
+        if not found:
+            assert said.strip() in text[:end]
+        numbers.append(len(found))
+    assert numbers == sorted(numbers) and {0, 1} <= {*numbers}
+    assert parsed(form, [text], tools, is_cut=True)[1] == calls
+
+
+@pytest.mark.parametrize(("reason", "is_call"), [("length", False), ("stop", True)])
+def test_why_an_answer_ended_says_whether_its_last_call_is_whole(
+    reason: str, is_call: bool
+) -> None:
+    choice = Choice(None, ToolCallParser(ARGUMENT_TAGS), None, is_named=False, ends_at_call=False)
+    delta = choice.take(Piece("<tool_call>delete", [1], None, None, reason))
+    assert [call.name for call in delta.calls] == ["delete"] * is_call
+    assert delta.content == ("" if is_call else "<tool_call>delete")
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     path = tmp_path / "checkpoint.pt"
     saved = torch.load(path, weights_only=True)
     for wrong in ([], saved | {"run": 3}, saved | {"masters": [1]}, saved | {"optimizer": {}},
-                  saved | {"masters": dict.fromkeys(saved["masters"], 1)}):  # fmt: skip
+                  saved | {"masters": dict.fromkeys(saved["masters"], 1)}, saved | {"step": -1},
+                  saved | {"step": 5}, saved | {"step": 2.5}):  # fmt: skip
         torch.save(wrong, path)
         with pytest.raises(CheckpointError, match="damaged"):
             _trainer(target_dir, data, tmp_path, replace(TRAIN_CONFIG, max_steps=4)).resume()

@@ -280,7 +280,7 @@ class Choice:
                 elif not self.is_cut:
                     delta.reasoning += part.text
         if is_last and self._parser is not None:
-            self._take_events(delta, self._parser.finish())
+            self._take_events(delta, self._parser.finish(piece.finish_reason == "length"))
         if self.texts is not None:
             delta.tokens = self.texts.of(piece)
         delta.finish_reason = self._finish_reason(piece)

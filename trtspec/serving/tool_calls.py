@@ -56,17 +56,21 @@ class ToolCallParser:
     def feed(self, text: str) -> list[Event]:
         """Returns what is sure now of the answer so far."""
         self._text += text
-        return _joined(self._take(is_last=False))
+        return _joined(self._take())
 
-    def finish(self) -> list[Event]:
-        """Returns the rest, when the answer is complete."""
-        events = self._take(is_last=True)
+    def finish(self, is_cut: bool = False) -> list[Event]:
+        """Returns the rest, when the answer has ended.
+
+        Args:
+            is_cut: by the token limit. A call that it cut is text.
+        """
+        events = self._take(is_last=True, is_cut=is_cut)
         if self._follows_call:
             self._glue = ""
         return _joined([*events, *self._content("")])
 
     # -- the text ------------------------------------------------------------------------------
-    def _take(self, *, is_last: bool) -> list[Event]:
+    def _take(self, *, is_last: bool = False, is_cut: bool = False) -> list[Event]:
         events: list[Event] = []
         while self._text:
             if self._reader is None and not self._begin_block(events, is_last):
@@ -74,7 +78,7 @@ class ToolCallParser:
             assert self._reader is not None
             block = self._reader.read(self._text)
             if block is None and is_last:
-                block = self._reader.at_end(self._text)
+                block = self._reader.at_end(self._text, is_cut)
             if block is None:
                 return events
             text, self._text = self._text[: block.end], self._text[block.end :]

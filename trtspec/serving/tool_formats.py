@@ -48,9 +48,10 @@ class Format(NamedTuple):
 
 
 def _tagged(
-    start: str, end: str, parse: Parse, is_open: Callable[[str], bool]
+    start: str, end: str, parse: Parse, is_open: Callable[[str], bool], proof: str | None = ""
 ) -> dict[str, Callable[[Tools], Reader]]:
-    return {start: lambda tools: TagReader(start, end, parse, is_open, tools)}
+    """Returns the reader of one kind of block, as of `TagReader`."""
+    return {start: lambda tools: TagReader((start, end), parse, is_open, proof, tools)}
 
 
 _IN_PARAMETER = ends_within("<parameter=", "</parameter>")
@@ -61,8 +62,8 @@ HERMES = Format(
 )
 FUNCTION_TAGS = Format(
     "function_tags",
-    _tagged("<tool_call>", "</tool_call>", parse_function_tags, _IN_PARAMETER)
-    | _tagged("<function=", "</function>", parse_bare_function, _IN_PARAMETER),
+    _tagged("<tool_call>", "</tool_call>", parse_function_tags, _IN_PARAMETER, "</function>")
+    | _tagged("<function=", "</function>", parse_bare_function, _IN_PARAMETER, None),
     inner=("</tool_call>",),
 )
 ARGUMENT_TAGS = Format(
@@ -72,6 +73,7 @@ ARGUMENT_TAGS = Format(
         "</tool_call>",
         parse_argument_tags,
         ends_within("<arg_value>", "</arg_value>"),
+        proof=None,
     ),
     inner=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
@@ -106,6 +108,7 @@ MINIMAX = Format(
         "</minimax:tool_call>",
         parse_invokes,
         ends_within("<parameter name=", "</parameter>"),
+        proof="</invoke>",
     ),
     inner=("</minimax:tool_call>",),
 )

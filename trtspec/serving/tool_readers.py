@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from .markers import held_length
 from .tool_syntax import Call, Tools, call_of, load_json, make_call
 
 Parse = Callable[[str, Tools], Call | list[Call]]
@@ -29,8 +30,12 @@ class Reader(Protocol):
     def read(self, text: str) -> Block | None:
         """Returns the block once its end is known."""
 
-    def at_end(self, text: str) -> Block:
-        """Returns what the block is if nothing follows `text`."""
+    def at_end(self, text: str, is_cut: bool) -> Block:
+        """Returns what the block is if nothing follows `text`.
+
+        Args:
+            is_cut: because the token limit was reached. A part of a call is none.
+        """
 
 
 # -- blocks between two markers ----------------------------------------------------------------
@@ -38,16 +43,24 @@ class TagReader:
     """A block from a start marker to an end marker.
 
     Args:
+        markers: start and end.
         parse: of the text between the markers.
         is_open: whether that text ends inside a value, so that the end marker may belong to it.
+        proof: what stands at the end of a whole call, before the end marker. "": its brackets show
+            that it is whole. None: nothing does.
     """
 
     def __init__(
-        self, start: str, end: str, parse: Parse, is_open: Callable[[str], bool], tools: Tools
+        self,
+        markers: tuple[str, str],
+        parse: Parse,
+        is_open: Callable[[str], bool],
+        proof: str | None,
+        tools: Tools,
     ):
-        self.start, self.end, self.tools = start, end, tools
-        self.parse, self.is_open = parse, is_open
-        self._searched, self._ends = len(start), 0
+        (self.start, self.end), self.tools = markers, tools
+        self.parse, self.is_open, self.proof = parse, is_open, proof
+        self._searched, self._ends = len(self.start), 0
 
     def read(self, text: str) -> Block | None:
         while True:
@@ -60,12 +73,23 @@ class TagReader:
             if calls or not self.is_open(inner) or self._ends == _MOST_ENDS:
                 return Block(self._searched, calls)
 
-    def at_end(self, text: str) -> Block:
+    def at_end(self, text: str, is_cut: bool) -> Block:
         first = text.find(self.end, len(self.start))
         if first >= 0:  # it was thought to belong to a value
             return Block(first + len(self.end))
-        calls = self._calls(text[len(self.start) :])
-        return Block(len(text) if calls else len(self.start), calls)
+        end = len(text) - held_length(text, (self.end,))  # without a part of the marker
+        if is_cut:
+            end = self._end_of_whole(text[:end])
+        calls = self._calls(text[len(self.start) : end])
+        if not calls:
+            return Block(len(self.start))
+        return Block(len(text) if self.end.startswith(text[end:].strip()) else end, calls)
+
+    def _end_of_whole(self, text: str) -> int:
+        """Returns where the last call ends that is surely whole; 0 without one."""
+        if not self.proof:
+            return 0 if self.proof is None else len(text)
+        return text.rfind(self.proof) + len(self.proof) if self.proof in text else 0
 
     def _calls(self, inner: str) -> list[Call]:
         try:
@@ -136,7 +160,7 @@ class MistralReader:
             calls = []
         return Block(end if calls else len(self.START), calls)
 
-    def at_end(self, text: str) -> Block:
+    def at_end(self, text: str, is_cut: bool) -> Block:
         return self.read(text) or Block(len(self.START))
 
     def _calls(self, name: str | None, call_id: str | None, json_part: str) -> list[Call]:
@@ -175,7 +199,7 @@ class LlamaReader:
         except ValueError:
             return Block(end)
 
-    def at_end(self, text: str) -> Block:
+    def at_end(self, text: str, is_cut: bool) -> Block:
         return self.read(text) or Block(len(text))
 
     def _call(self, body: str) -> Call:

@@ -150,7 +150,9 @@ def parse_function_tags(inner: str, tools: Tools) -> Call:
     text = inner.strip()
     if not text.startswith("<function="):
         raise ValueError("no function")
-    name, _, body = text.removeprefix("<function=").removesuffix("</function>").partition(">")
+    name, close, body = text.removeprefix("<function=").removesuffix("</function>").partition(">")
+    if not close:
+        raise ValueError("no end of the name")
     return _call_of_tags(name.strip(), body, _PARAMETER, tools)
 
 

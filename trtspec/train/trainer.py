@@ -30,9 +30,9 @@ from typing import Any, Protocol
 import torch
 
 from ..api.sampling_params import MAX_SEED
-from ..checks import is_list, is_number
+from ..checks import is_int, is_list, is_number
 from ..config import MAX_DRAFT_LEN, require_int
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, shown
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
 from .blocks import Anchors
@@ -257,7 +257,7 @@ class Trainer:
             return False
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)
-            masters, run, step = dict(saved["masters"]), BEFORE | saved["run"], int(saved["step"])
+            masters, run, step = dict(saved["masters"]), BEFORE | saved["run"], saved["step"]
             shapes = {name: master.shape for name, master in masters.items()}
             optimizer, notes = saved["optimizer"], dict(saved["notes"])
         except (*DAMAGE, OSError, EOFError, UnpicklingError) as error:
@@ -275,6 +275,8 @@ class Trainer:
                 f"{path} is of another run. What differs: {_told(differing, run, expected)}. "
                 f"Give another --out{begin}, or the same options."
             )
+        if not is_int(step, 0, most := self.config.max_steps):
+            raise damaged(path, ValueError(f"its step is {shown(step)}, of {most}"))
         for name, master in self.masters.items():
             master.data.copy_(masters[name])
         try:
