@@ -434,7 +434,7 @@ class Shouts:
         self.text += text
         return []
 
-    def finish(self) -> list[Any]:
+    def finish(self, is_cut: bool = False) -> list[Any]:
         half = self.text[: len(self.text) // 2]
         return [Content(half), ToolCallDelta(0, "get", '{"x": 1}', None)]
 
