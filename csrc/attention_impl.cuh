@@ -1,15 +1,30 @@
 // The launchers of the attention kernels for one element type; attention_*.cu instantiate it.
 #pragma once
 
-#include "trtspec/cluster_attention.cuh"
 #include "trtspec/launchers.h"
+#include "trtspec/narrow_attention.cuh"
+#include "trtspec/wide_attention.cuh"
 
 namespace trtspec {
 
 template <typename T, int kDim, int kTiles, int kSize, int kWarps>
+struct AttentionKernel {
+  static constexpr auto kKernel = wide_attention<T, kDim, kTiles, kSize, kWarps>;
+  static constexpr int kShared = WidePlaces<kDim, kTiles, kSize, kWarps>::kBytes;
+};
+
+template <typename T, int kTiles, int kSize, int kWarps>
+struct AttentionKernel<T, 64, kTiles, kSize, kWarps> {
+  static constexpr auto kKernel = narrow_attention<T, 64, kTiles, kSize, kWarps>;
+  static constexpr int kShared = NarrowPlaces<64, kTiles, kSize, kWarps>::kBytes;
+};
+
+template <typename T, int kDim, int kTiles, int kSize, int kWarps>
 cudaError_t launch_clusters_as(const AttendParams& p, cudaStream_t stream) {
-  const auto kernel = cluster_attention<T, kDim, kTiles, kSize, kWarps>;
-  constexpr int shared = attend_shared_bytes<kDim, kTiles, kClusterStages, kWarps>();
+  using Kernel = AttentionKernel<T, kDim, kTiles, kSize, kWarps>;
+  constexpr auto kernel = Kernel::kKernel;
+  constexpr int shared = Kernel::kShared;
+  static_assert(shared <= 224 * 1024, "a block has no more shared memory, with some for its variables");
   cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return raised;

@@ -1,21 +1,17 @@
 // Attention of a step's few query rows: a cluster of thread blocks for each group, some rows of a request and
-// a KV head, or one block alone. The warps of a cluster take turns at its tiles of 16 keys. Their softmax
-// sums are joined through shared memory, a thread block's first, then the cluster's. Blocks that a
-// group with few keys does not need return at once.
+// a KV head, or one block alone. The warps of a cluster take turns at its tiles of 16 keys, those of a block one
+// after the other. Blocks that a group with few keys does not need return at once. What a block does with its
+// keys is in narrow_attention.cuh (heads of 64) and wide_attention.cuh (others).
 //
-// No thread block looks for its keys, and nothing goes through global memory. But a group that is much
-// longer than the others ends last.
+// The blocks of a cluster send what they have of a pair to the block that writes it. No thread block looks
+// for its keys, and nothing goes through global memory. But a group that is much longer than the others ends
+// last.
 #pragma once
 
-#include <cooperative_groups.h>
-
-#include <type_traits>
-
-#include "attend_keys.cuh"
+#include "attend_tiles.cuh"
+#include "hopper.cuh"
 
 namespace trtspec {
-
-constexpr int kClusterStages = 2;  // tiles ahead; three and four were mostly slower
 
 // Thread blocks of a group, and their warps.
 template <int kSize, int kWarps>
@@ -37,133 +33,141 @@ struct Cluster {
   }
 };
 
-template <typename T, int kDim, int kTiles, int kSize, int kWarps>
-__global__ void __launch_bounds__(
-    kWarps * 32, (Cluster<kSize, kWarps>::template at_once<kDim, kTiles>()))
-    cluster_attention(const __grid_constant__ AttendParams p) {
-  constexpr int kPairs = kTiles * 16, kColumns = kDim / 4;
-  extern __shared__ __align__(128) char shared[];
-  __shared__ float2 stats_of[kWarps][kPairs], stats[kPairs];
-  __shared__ float4 joined[kSize > 1 ? kPairs : 1][kColumns];
-  const int warp = threadIdx.x / 32, rank = blockIdx.x % kSize, number = blockIdx.x / kSize;
-  const Group group = group_of(p, number);
-  if (group.rows == 0) return;
+// The pairs of a group that a block of a cluster writes: each `active`th.
+struct OwnPairs {
+  int rank, active;
+  int count, most;  // most: of any block
+};
+
+// What a thread block attends to.
+struct BlockPart {
+  Group group;
+  int pairs;  // of the group
+  OwnPairs own;
+  Keys keys;  // of this warp
+  int turns;  // of the block's warps at tiles
+};
+
+// What the cluster's blocks send of a block's own pairs, [blocks, own pairs, kNumbers]: each pair's columns, the
+// best score, the total.
+template <int kDim, int kTiles, int kSize>
+struct SentSums {
+  static constexpr int kNumbers = kDim + 4, kPairBytes = (kDim + 2) * 4;
+  static constexpr int kBytes = kSize > 1 ? (kTiles * 16 + kSize) * kNumbers * 4 : 0;
+};
+
+// Finds this block's part, and makes `there` count what other blocks send. Returns whether it has any.
+//
+// The next kernel starts when all blocks have let it or are gone: rank 0 has waited by then, or will before it ends.
+template <int kPairBytes, int kSize, int kWarps>
+__device__ inline bool begin_part(const AttendParams& p, BlockPart& part, Barrier& there) {
+  const int rank = blockIdx.x % kSize;
+  part.group = group_of(p, blockIdx.x / kSize);
+  const Group& group = part.group;
+  if (group.rows == 0) return false;
   const int blocks = (group.end - group.first + kBlockKeys - 1) / kBlockKeys;
   const int active = Cluster<kSize, kWarps>::active(blocks);
-  // The next kernel starts when all blocks have let it or are gone: rank 0 has waited by then, or will
-  // before it ends.
-  if (rank >= active) return;
-  const Keys keys = {group.first + (rank * kWarps + warp) * kTileKeys, active * kWarps * kTileKeys,
-                     group.end};
-  WarpSums<kDim, kTiles> sums;
-  char* const ring = shared + warp * kClusterStages * 2 * kTileKeys * kDim * 2;
-  const int slots = slots_of_tiles(p, group, keys);
-  attend_keys<T, kDim, kTiles, kClusterStages>(p, group, keys, slots, ring, sums);
-  __syncthreads();  // all warps are done with their rings
-  float* const sums_of = reinterpret_cast<float*>(shared);
-  leave_sums(sums, group.rows * p.per_kv, sums_of, stats_of);
-  __syncthreads();
+  if (rank >= active) return false;
+  part.pairs = group.rows * p.per_kv;
+  part.own = {rank, active, (part.pairs - rank + active - 1) / active, (part.pairs + active - 1) / active};
+  if (kSize > 1 && active > 1) {
+    if (threadIdx.x == 0) {
+      there.init(1);
+      fence_barriers();
+      there.arrive_and_expect(active * part.own.count * kPairBytes);
+    }
+    cluster_arrive();
+  }
+  constexpr int kOfTurn = kWarps * kTileKeys;
+  const int apart = active * kOfTurn, first = group.first + rank * kOfTurn;
+  part.keys = {first + static_cast<int>(threadIdx.x / 32) * kTileKeys, apart, group.end};
+  part.turns = (group.end - first + apart - 1) / apart;
+  return true;
+}
 
-  constexpr int kThreads = kWarps * 32;
-  const int items = group.rows * p.per_kv * kColumns;
-  auto join_items = [&](auto together) {  // a thread's items of this number wait for shared memory together
-    constexpr int kItems = decltype(together)::value;
-    for (int first = threadIdx.x; first < items; first += kItems * kThreads) {
-      Joined of_block[kItems];
+// Where a block's part of a pair goes, and the barrier that counts its bytes.
+struct Receiver {
+  uint32_t place, barrier;
+
+  __device__ Receiver(const OwnPairs& own, int pair, float* parts, int numbers, Barrier& there)
+      : place(remote_address(parts + (own.rank * own.most + pair / own.active) * numbers, pair % own.active)),
+        barrier(remote_address(&there, pair % own.active)) {}
+
+  __device__ void send(int column, float x, float y) const { send_pair(place + column * 4, barrier, x, y); }
+};
+
+// A warp's columns of a block's attention over all its keys, and each pair's best score and total.
+template <int kTiles, int kEights>
+struct ColumnSums {
+  float acc[kTiles][kEights][4] = {};
+  float best[kTiles][2], total[kTiles][2] = {};
+};
+
+// Writes a warp's columns of all pairs, or sends them to the blocks that do, once all blocks have begun.
+template <typename T, int kDim, int kTiles, int kSize, int kEights>
+__device__ inline void leave_columns(const AttendParams& p, const BlockPart& part,
+                                     const ColumnSums<kTiles, kEights>& sums, float* parts, Barrier& there) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int column = warp * kEights * 8 + t * 2;
 #pragma unroll
-      for (int n = 0; n < kItems; ++n) {
-        const int i = min(first + n * kThreads, items - 1);
-        of_block[n] = join_warps<kDim, kTiles, kWarps>(sums_of, stats_of, i / kColumns, i % kColumns * 4);
-      }
+  for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
-      for (int n = 0; n < kItems; ++n) {
-        const int i = first + n * kThreads, pair = i / kColumns, column = i % kColumns;
-        if (i >= items) break;
-        if (active == 1) {
-          write_attention<T>(p, group, pair, column * 4, of_block[n]);
-        } else if constexpr (kSize > 1) {
-          joined[pair][column] = of_block[n].sum;
-          if (column == 0) stats[pair] = {of_block[n].best, of_block[n].total};
+    for (int half = 0; half < 2; ++half) {
+      const int pair = m * 16 + half * 8 + g;
+      const float best = sums.best[m][half], total = sums.total[m][half];
+      if (pair >= part.pairs) continue;
+      if (part.own.active == 1) {
+        const float scale = last_scale<T>(p, part.group, pair, best, total);
+        T* const to = output_of<T>(p, part.group, pair) + column;
+#pragma unroll
+        for (int n = 0; n < kEights; ++n) {
+          const float(&of)[4] = sums.acc[m][n];
+          *reinterpret_cast<uint32_t*>(to + n * 8) = pack(of[half * 2] * scale, of[half * 2 + 1] * scale, T());
         }
+      } else if constexpr (kSize > 1) {
+        const Receiver receiver(part.own, pair, parts, SentSums<kDim, kTiles, kSize>::kNumbers, there);
+#pragma unroll
+        for (int n = 0; n < kEights; ++n) {
+          receiver.send(column + n * 8, sums.acc[m][n][half * 2], sums.acc[m][n][half * 2 + 1]);
+        }
+        if (warp == 0 && t == 0) receiver.send(kDim, best, total);
       }
     }
-  };
-  if (kWarps == 4 && items > kThreads) {
-    join_items(std::integral_constant<int, 2>());
-  } else {
-    join_items(std::integral_constant<int, 1>());
   }
+}
+
+// Writes the block's own pairs, once all blocks have sent theirs.
+template <typename T, int kDim, int kTiles, int kSize>
+__device__ inline void end_part(const AttendParams& p, const BlockPart& part, const float* parts, Barrier& there) {
+  constexpr int kFours = kDim / 4, kNumbers = SentSums<kDim, kTiles, kSize>::kNumbers;
+  const OwnPairs& own = part.own;
   if (p.is_beside) wait_for_previous();  // who waits for this kernel has waited for that one, too
-  if (active == 1) return;
-  const auto cluster = cooperative_groups::this_cluster();
-  const int each = (items + active - 1) / active;
-  cluster.sync();  // of those that have not returned
-  // Many blocks' sums of four columns of a pair are joined by four threads, or two. One sum is added up in
-  // as many parts by either, in one order.
-  constexpr int kParts = kSize >= 8 ? 4 : 1, kEach = kSize / kParts;
-  auto join_blocks = [&](auto lanes) {
-    constexpr int kLanes = decltype(lanes)::value, kOwn = kParts / kLanes;
-    const int lane = threadIdx.x % kLanes, end = min((rank + 1) * each, items);
-    const unsigned together = ((1u << kLanes) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
-    for (int i = rank * each + threadIdx.x / kLanes; i < end; i += kThreads / kLanes) {
-      const int pair = i / kColumns, column = i % kColumns;
-      float2 of[kOwn][kEach];
-      float4 part[kOwn][kEach];
+  if (kSize == 1 || own.active == 1 || own.count == 0) return;
+  there.wait(0);
+  for (int i = threadIdx.x; i < own.count * kFours; i += blockDim.x) {
+    const int column = i % kFours * 4;
+    const float* const of_own = parts + i / kFours * kNumbers;
+    float2 stats[kSize];
+    float4 columns[kSize];
+    Joined all = {-INFINITY, 0.0f, {}};
 #pragma unroll
-      for (int n = 0; n < kOwn * kEach; ++n) {
-        const int r = lane + n * kLanes;
-        float2& of_r = of[n % kOwn][n / kOwn];
-        float4& part_of_r = part[n % kOwn][n / kOwn];
-        of_r = {-INFINITY, 0.0f}, part_of_r = {};
-        if (r >= active) continue;
-        of_r = *cluster.map_shared_rank(&stats[pair], r);
-        part_of_r = *cluster.map_shared_rank(&joined[kSize > 1 ? pair : 0][column], r);
-      }
-      float best = -INFINITY;
-#pragma unroll
-      for (int n = 0; n < kOwn * kEach; ++n) best = better(of[n % kOwn][n / kOwn].x, best);
-#pragma unroll
-      for (int mask = 1; mask < kLanes; mask *= 2) {
-        best = better(best, __shfl_xor_sync(together, best, mask));
-      }
-      const float base = base_of(best);
-      Joined sum[kOwn];
-#pragma unroll
-      for (int o = 0; o < kOwn; ++o) {
-        sum[o] = {best, 0.0f, {}};
-#pragma unroll
-        for (int j = 0; j < kEach; ++j) {
-          const float weight = exp2_of(of[o][j].x - base);
-          add_weighted(sum[o].sum, part[o][j], weight);
-          sum[o].total = fmaf(of[o][j].y, weight, sum[o].total);
-        }
-      }
-#pragma unroll
-      for (int o = 0; o < kOwn; ++o) {
-#pragma unroll
-        for (int mask = 1; mask < kLanes; mask *= 2) {
-          auto& [unused, all, values] = sum[o];
-          for (float* x : {&values.x, &values.y, &values.z, &values.w, &all}) {
-            *x += __shfl_xor_sync(together, *x, mask);
-          }
-        }
-      }
-#pragma unroll
-      for (int o = 1; o < kOwn; ++o) add_weighted(sum[0].sum, sum[o].sum, 1.0f), sum[0].total += sum[o].total;
-      if (lane == 0) write_attention<T>(p, group, pair, column * 4, sum[0]);
+    for (int r = 0; r < kSize; ++r) {
+      stats[r] = {-INFINITY, 0.0f}, columns[r] = {};
+      if (r >= own.active) continue;
+      const float* const from = of_own + r * own.most * kNumbers;
+      stats[r] = *reinterpret_cast<const float2*>(from + kDim);
+      columns[r] = *reinterpret_cast<const float4*>(from + column);
+      all.best = better(stats[r].x, all.best);
     }
-  };
-  // (A round of reading other blocks' memory takes longer than the sums do.)
-  if constexpr (kParts > 1) {
-    if (each * kParts > kThreads) {
-      join_blocks(std::integral_constant<int, kParts / 2>());
-    } else {
-      join_blocks(std::integral_constant<int, kParts>());
+    const float base = base_of(all.best);
+#pragma unroll
+    for (int r = 0; r < kSize; ++r) {
+      const float weight = exp2_of(stats[r].x - base);
+      add_weighted(all.sum, columns[r], weight);
+      all.total = fmaf(stats[r].y, weight, all.total);
     }
-  } else {
-    join_blocks(std::integral_constant<int, 1>());
+    write_attention<T>(p, part.group, own.rank + i / kFours * own.active, column, all);
   }
-  cluster.sync();  // others may still be reading this block's shared memory
 }
 
 }  // namespace trtspec

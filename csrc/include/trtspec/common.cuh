@@ -31,6 +31,12 @@ __device__ inline float from_float<float>(float x) {
   return x;
 }
 
+// A thread block's shared memory beside its variables.
+__device__ inline char* dynamic_shared() {
+  extern __shared__ __align__(128) char shared[];
+  return shared;
+}
+
 // Programmatic dependent launch. A kernel may start while the one before it still runs; before
 // `wait_for_previous` it may only read what no kernel writes (weights) or what is older than that
 // kernel. `let_next_start` comes after that: so at most two kernels of a chain overlap, and when a kernel

@@ -18,6 +18,13 @@ __device__ inline uint32_t shared_address(const void* x) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(x));
 }
 
+// The address of what another block of the cluster has in the same place.
+__device__ inline uint32_t remote_address(const void* own, int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
+  return address;
+}
+
 // A barrier that counts `arrivals`, and bytes of copies where they are announced.
 struct Barrier {
   uint64_t word;
@@ -49,6 +56,13 @@ struct Barrier {
         : "memory");
   }
 };
+
+// Writes two numbers to another block's shared memory, whose barrier counts their bytes. Both are remote addresses.
+__device__ inline void send_pair(uint32_t to, uint32_t barrier, float x, float y) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+               "f"(x), "f"(y), "r"(barrier)
+               : "memory");
+}
 
 // Makes barriers that were just initialised known to copies.
 __device__ inline void fence_barriers() {

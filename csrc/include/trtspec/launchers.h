@@ -4,7 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "all_reduce.cuh"
-#include "attend_keys.cuh"
+#include "attend_group.cuh"
 #include "choose.cuh"
 #include "delta_rule.cuh"
 #include "expert_linear.cuh"

@@ -8,7 +8,7 @@
 // FlashAttention-3). The next item's first tiles come while an item's last ones are worked on.
 #pragma once
 
-#include "attend_keys.cuh"
+#include "attend_group.cuh"
 #include "hopper.cuh"
 
 namespace trtspec {
