@@ -45,7 +45,7 @@ struct BlockPart {
   int pairs;  // of the group
   OwnPairs own;
   Keys keys;  // of this warp
-  int turns;  // of the block's warps at tiles
+  int turns;  // of the block's warps at tiles, one even where there are no keys
 };
 
 // What the cluster's blocks send of a block's own pairs, [blocks, own pairs, kNumbers]: each pair's columns, the
@@ -81,7 +81,7 @@ __device__ inline bool begin_part(const AttendParams& p, BlockPart& part, Barrie
   constexpr int kOfTurn = kWarps * kTileKeys;
   const int apart = active * kOfTurn, first = group.first + rank * kOfTurn;
   part.keys = {first + static_cast<int>(threadIdx.x / 32) * kTileKeys, apart, group.end};
-  part.turns = (group.end - first + apart - 1) / apart;
+  part.turns = max((group.end - first + apart - 1) / apart, 1);
   return true;
 }
 
