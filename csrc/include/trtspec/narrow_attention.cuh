@@ -348,7 +348,10 @@ __global__ void __launch_bounds__(
   float* const parts = reinterpret_cast<float*>(shared + Places::kParts);
   BlockPart part;
   if (!begin_part<Sent::kPairBytes, kSize, kWarps>(p, part, there)) return;
-  const auto& [group, pairs, own_pairs, own, turns] = part;
+  const Group& group = part.group;
+  const OwnPairs& own_pairs = part.own;
+  const Keys& own = part.keys;
+  const int pairs = part.pairs, turns = part.turns;
   const bool is_at_once = turns <= kTilesAhead, is_divided = kSize > 1 && own_pairs.active > 1;
   // At once all warps' values are read by all, also where a warp has no keys.
   const int own_tiles = own.first < own.end ? (own.end - own.first + own.apart - 1) / own.apart : 0;
